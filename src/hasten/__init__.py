@@ -1,0 +1,73 @@
+"""hasten: make a Hugging Face transformer fast, prove that it still answers the same, and serve it.
+
+    bundle = hasten.build("sentence-transformers/all-MiniLM-L6-v2")
+    embed = hasten.load(bundle.path)
+    embed(["a text", "another"])
+
+Names are imported when first used: `import hasten` loads no library.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from hasten.api import build
+    from hasten.bundle import Bundle
+    from hasten.core.errors import (
+        AccuracyError,
+        BundleError,
+        HastenError,
+        InputError,
+        PlanError,
+        StageError,
+        UnsupportedError,
+    )
+    from hasten.predictor import Predictor, load
+
+_HOMES = {
+    "build": "hasten.api",
+    "load": "hasten.predictor",
+    "Bundle": "hasten.bundle",
+    "Predictor": "hasten.predictor",
+    **dict.fromkeys(
+        (
+            "AccuracyError",
+            "BundleError",
+            "HastenError",
+            "InputError",
+            "PlanError",
+            "StageError",
+            "UnsupportedError",
+        ),
+        "hasten.core.errors",
+    ),
+}
+
+__all__ = [
+    "AccuracyError",
+    "Bundle",
+    "BundleError",
+    "HastenError",
+    "InputError",
+    "PlanError",
+    "Predictor",
+    "StageError",
+    "UnsupportedError",
+    "__version__",
+    "build",
+    "load",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hasten' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

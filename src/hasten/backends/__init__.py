@@ -1,0 +1,165 @@
+"""What a backend is. One file per runtime exposes `BACKEND`; the file's name is its registry key.
+
+source ──make──▶ artifact (files) ──open──▶ session (one thread, ragged batches in, NumPy out)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from hasten.core.errors import missing_package
+from hasten.core.hardware import Machine, usable_cores
+from hasten.core.registry import Registry
+from hasten.core.tensors import Batch, Outputs, SessionSpec, Shape, Signature
+from hasten.core.variant import Support, Variant
+
+# The graph every encoder has. Generation adds others under names of its own.
+MODEL = "model"
+
+
+class Dialect(StrEnum):
+    """The form of the model a backend is made from."""
+
+    MODULE = "module"  # a PyTorch module
+    ONNX = "onnx"  # the portable graph
+    ORT = "ort"  # the graph with ONNX Runtime's own fused operators
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a variant is made from, already in the backend's dialect and, where graphs carry it, precision."""
+
+    signature: Signature
+    graphs: Mapping[str, Path]
+    module: object | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A variant on disk: everything it needs lies in `directory`."""
+
+    variant: Variant
+    signature: Signature
+    directory: Path
+    graphs: Mapping[str, str]
+
+    def path(self, graph: str = MODEL) -> Path:
+        return self.directory / self.graphs[graph]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.directory.rglob("*") if file.is_file())
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    threads: int | None = None
+
+    @property
+    def thread_count(self) -> int:
+        return self.threads or usable_cores()
+
+
+class Session(Protocol):
+    """A loaded variant. Not thread-safe: one thread owns it."""
+
+    spec: SessionSpec
+
+    def run(self, batch: Batch) -> Outputs: ...
+
+    def warm(self, shapes: Sequence[Shape]) -> None: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Backend(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """The packages it imports; a missing one is answered with the pip command."""
+        ...
+
+    @property
+    def extra(self) -> str | None:
+        """The extra of hasten that installs them, if it is not the base."""
+        ...
+
+    @property
+    def dialect(self) -> Dialect: ...
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether a bundle may hold it. PyTorch's own variants are there for comparison."""
+        ...
+
+    def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
+        """Whether this backend, or this one variant of it, runs here."""
+        ...
+
+    def variants(self, machine: Machine) -> Sequence[Variant]:
+        """What is tried when the user does not choose."""
+        ...
+
+    def make(self, source: Source, variant: Variant, directory: Path) -> Artifact: ...
+
+    def open(self, artifact: Artifact, options: RunOptions) -> Session: ...
+
+
+BACKENDS: Registry[Backend] = Registry("backend", "hasten.backends", "BACKEND")
+
+
+def probe_packages(backend: Backend) -> Support:
+    """The first question of every probe: is the library there?"""
+    for package in backend.requires:
+        if find_spec(package) is None:
+            missing = missing_package(package, f"backend '{backend.name}'", backend.extra)
+            return Support.no(f"the package '{package}' is not installed", missing.hint or "")
+    return Support.yes()
+
+
+class PaddedSession:
+    """The part that every session on rectangles shares."""
+
+    spec: SessionSpec
+
+    def run(self, batch: Batch) -> Outputs:
+        raise NotImplementedError
+
+    def warm(self, shapes: Sequence[Shape]) -> None:
+        for shape in shapes:
+            self.run(uniform_batch(shape, self.spec.signature))
+
+    def close(self) -> None:
+        """Release what the runtime holds; the default leaves it to the garbage collector."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def uniform_batch(shape: Shape, signature: Signature) -> Batch:
+    """Rows of one length whose values do not matter."""
+    import numpy as np
+
+    length = min(shape.sequence, signature.max_length)
+    total = shape.batch * length
+    values = {spec.name: np.ones(total, np.int32) * (spec.name == "input_ids") for spec in signature.inputs}
+    return Batch(values, np.full(shape.batch, length, np.int32))

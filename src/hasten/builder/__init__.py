@@ -1,0 +1,1 @@
+"""From a model to a bundle: load · export · check · optimize · verify · bench · choose · write."""

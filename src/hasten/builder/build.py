@@ -1,0 +1,309 @@
+"""The whole way: a model in, a verified and benchmarked bundle out."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hasten import __version__
+from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source
+from hasten.builder.check import check_graph, check_tokenizer
+from hasten.builder.choose import BASELINE, contenders, explain, rank
+from hasten.builder.export import EXTERNAL_DATA_BYTES, IR_VERSION, OPSET, export
+from hasten.builder.load import LoadedModel, detect_task, load_model, save_tokenizer
+from hasten.builder.optimize import fuse
+from hasten.builder.source import ModelDirectory, find_model
+from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
+from hasten.bundle.manifest import SCHEMA, ModelOrigin
+from hasten.bundle.write import check_target
+from hasten.core.cache import cache_directory
+from hasten.core.errors import AccuracyError, HastenError, PlanError, StageError, translate_os_errors
+from hasten.core.hardware import Machine, this_machine
+from hasten.core.plan import Keep, Plan, Shapes
+from hasten.core.progress import Progress, Silent
+from hasten.core.report import Bench, Candidate, Report, Stage, Status, Verdict
+from hasten.core.tokenizer import Tokenizer
+from hasten.core.variant import Precision, Variant
+from hasten.measure.bench import bench
+from hasten.measure.data import read_rows, sample_rows
+from hasten.measure.verify import Expectation, expect, verify
+from hasten.predictor import Predictor
+from hasten.quantize.dynamic import quantize_dynamic
+from hasten.tasks import TASKS, Row
+
+# Enough to see half a percent of flips; more would only make the bundle heavier.
+_STORED_REFERENCE_ROWS = 2000
+# The two a bundle holds by default are the two whose other shapes matter.
+_FINALISTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a build would do, before it does it."""
+
+    model: str
+    task: str
+    target: Path
+    contenders: tuple[str, ...]
+    unavailable: tuple[Candidate, ...]
+
+
+def outline(plan: Plan, output: Path | None = None, *, force: bool = False) -> Outline:
+    """All that can be refused or resolved without the weights: `--dry-run`, and the first step of every build."""
+    wanted, unavailable = contenders(plan, this_machine())
+    target = output or cache_directory() / "bundles" / (Path(plan.model).name or "model")
+    check_target(target, force=force or output is None)
+    if plan.data is not None:
+        read_rows(plan.data)
+    model = find_model(plan, with_weights=False)
+    task = detect_task(model, plan)
+    names = tuple(variant.name for variant in (BASELINE, *wanted))
+    return Outline(model.id, task.name, target, names, tuple(unavailable))
+
+
+def build(plan: Plan, output: Path | None = None, *, force: bool = False, progress: Progress | None = None) -> Bundle:
+    """Nothing appears at the target unless every stage succeeded."""
+    about = outline(plan, output, force=force)
+    with (
+        translate_os_errors("in the temporary directory"),
+        tempfile.TemporaryDirectory(prefix="hasten-") as work,
+    ):
+        return _Build(plan, about, Path(work), progress or Silent()).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A variant that was made, and how it did."""
+
+    artifact: Artifact
+    verdict: Verdict
+
+
+@dataclass
+class _Build:
+    plan: Plan
+    about: Outline
+    work: Path
+    progress: Progress
+    machine: Machine = field(default_factory=this_machine)
+    stages: list[Stage] = field(default_factory=list)
+
+    def run(self) -> Bundle:
+        with self._stage("load") as notes:
+            model = find_model(self.plan)
+            loaded = load_model(model, self.plan)
+            tokenizer_file = self.work / "tokenizer.json"
+            save_tokenizer(loaded, tokenizer_file)
+            tokenizer = Tokenizer.open(tokenizer_file, loaded.tokenizer)
+            notes.append(f"{loaded.architecture} for {loaded.task.name}, up to {loaded.signature.max_length} tokens")
+
+        with self._stage("reference") as notes:
+            rows = self._rows()
+            original = self._original(loaded)
+            expected = expect(Predictor(loaded.task, tokenizer, original), rows, self.progress)
+            if self.plan.gate.max_drop is not None and expected.metric is None:
+                raise PlanError(f"{self.plan.data} has no labels, so no drop can be measured on it")
+            check_tokenizer(tokenizer, loaded.original_tokenizer, rows)
+            notes.append(f"{len(rows)} rows answered by {BASELINE}")
+            if expected.metric is not None:
+                notes.append(f"{expected.metric.name} {expected.metric.value:.4f}")
+
+        with self._stage("export") as notes:
+            graph = self.work / "model.onnx"
+            export(loaded, graph)
+            with self._open_graph(graph, loaded) as exported:
+                checked = check_graph(exported, original, expected.encoded.batch)
+            notes += [f"opset {OPSET}, IR {IR_VERSION}", f"equal to PyTorch at {', '.join(checked)}"]
+
+        with self._stage("optimize") as notes:
+            fused = self._folder("fused") / "model.onnx"
+            notes += fuse(graph, fused, loaded.config, external_data=_is_large(graph)).notes()
+
+        with self._stage("make and verify") as notes:
+            sources = {Dialect.MODULE: graph, Dialect.ONNX: graph, Dialect.ORT: fused}
+            trials, failed = self._try_all(loaded, tokenizer, sources, expected)
+            eligible = {variant: trial for variant, trial in trials.items() if trial.verdict.passed}
+            notes.append(f"{len(eligible)} of {len(trials)} variants agree with the original")
+        refused = (*_inaccurate(trials), *failed, *self.about.unavailable)
+        if not any(BACKENDS.get(variant.backend).is_stored for variant in eligible):
+            raise AccuracyError(
+                f"no variant of {model.id} may be used", hint="the gate is set by --min-agreement and --max-drop",
+                candidates=refused,
+            )  # fmt: skip
+
+        with self._stage("benchmark") as notes:
+            shapes = self._shapes(loaded, notes)
+            baseline = self._make(BASELINE, Source(loaded.signature, {}, loaded.module))
+            measured = bench(
+                [baseline, *(trial.artifact for trial in eligible.values())],
+                shapes.corners(),
+                expected.encoded.batch,
+                budget_s=self.plan.bench_budget_s,
+                threads=self.plan.threads,
+                finalists=_FINALISTS,
+                progress=self.progress,
+            )
+            ranking = rank(measured, shapes.optimal, list(eligible))
+
+        report = self._report(measured, ranking, shapes, {v: t.verdict for v, t in eligible.items()}, refused)
+        with self._stage("write"), BundleWriter(self.about.target) as writer:
+            kept = ranking if self.plan.keep is Keep.ALL else ranking[:2]
+            graphs = {MODEL: writer.add_graph(graph)}
+            for variant in kept:
+                writer.add_variant(eligible[variant].artifact)
+            writer.add_tokenizer(tokenizer_file)
+            stored = rows[:_STORED_REFERENCE_ROWS]
+            writer.add_reference(stored, expected.first(len(stored), loaded.signature))
+            writer.add_report(report)
+            return writer.commit(self._manifest(model, loaded, graphs, [eligible[variant] for variant in kept]))
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[list[str]]:
+        """Time a step, show it, and give whatever goes wrong in it its name."""
+        notes: list[str] = []
+        begin = time.perf_counter()
+        self.progress.start(name)
+        try:
+            yield notes
+        except (HastenError, OSError):
+            raise
+        except Exception as error:
+            raise StageError(f"{name} failed: {type(error).__name__}: {error}") from error
+        finally:
+            self.progress.finish("; ".join(notes))
+        self.stages.append(Stage(name, time.perf_counter() - begin, tuple(notes)))
+
+    def _folder(self, name: str) -> Path:
+        folder = self.work / name
+        folder.mkdir()
+        return folder
+
+    def _rows(self) -> list[Row]:
+        return read_rows(self.plan.data) if self.plan.data else sample_rows(TASKS.get(self.about.task))
+
+    def _shapes(self, loaded: LoadedModel, notes: list[str]) -> Shapes:
+        limit = loaded.signature.max_length
+        asked = self.plan.shapes
+        if asked.sequence.max > limit:
+            notes.append(f"--seq-len {asked.sequence.max} shortened to the model's {limit}")
+        return Shapes(asked.batch, asked.sequence.at_most(limit))
+
+    def _original(self, loaded: LoadedModel) -> Session:
+        """The module in memory as a session: no copy on disk for the reference."""
+        from hasten.backends.torch import ModuleSession
+
+        artifact = Artifact(BASELINE, loaded.signature, self.work, {})
+        return ModuleSession(loaded.module, artifact, RunOptions(self.plan.threads))
+
+    def _open_graph(self, graph: Path, loaded: LoadedModel) -> Session:
+        variant = Variant("onnxruntime", Precision.FP32)
+        artifact = Artifact(variant, loaded.signature, graph.parent, {MODEL: graph.name})
+        return BACKENDS.get(variant.backend).open(artifact, RunOptions(self.plan.threads))
+
+    def _make(self, variant: Variant, source: Source) -> Artifact:
+        return BACKENDS.get(variant.backend).make(source, variant, self._folder(variant.name))
+
+    def _prepare(self, variant: Variant, loaded: LoadedModel, graphs: Mapping[Dialect, Path]) -> Source:
+        """The model in the form this variant is made from: its dialect and, where graphs carry it, its precision."""
+        dialect = BACKENDS.get(variant.backend).dialect
+        if dialect is Dialect.MODULE:
+            return Source(loaded.signature, {}, loaded.module)
+        graph = graphs[dialect]
+        if dialect is Dialect.ORT and variant.precision is Precision.INT8:
+            quantized = self._folder(f"{variant.name}-graph") / graph.name
+            quantize_dynamic(graph, quantized, external_data=_is_large(graph))
+            graph = quantized
+        return Source(loaded.signature, {MODEL: graph})
+
+    def _try_all(
+        self, loaded: LoadedModel, tokenizer: Tokenizer, graphs: Mapping[Dialect, Path], expected: Expectation
+    ) -> tuple[dict[Variant, _Trial], list[Candidate]]:
+        """Make and verify each contender. One that fails is recorded if we picked it, an error if the user did."""
+        trials: dict[Variant, _Trial] = {}
+        failed: list[Candidate] = []
+        for variant in [Variant.parse(name) for name in self.about.contenders if name != BASELINE.name]:
+            try:
+                artifact = self._make(variant, self._prepare(variant, loaded, graphs))
+                with BACKENDS.get(variant.backend).open(artifact, RunOptions(self.plan.threads)) as session:
+                    if session.spec.precision != variant.precision:
+                        raise StageError(f"{variant} really computes in {session.spec.precision} here")
+                    predictor = Predictor(loaded.task, tokenizer, session)
+                    trials[variant] = _Trial(
+                        artifact, verify(predictor, variant.name, expected, self.plan.gate, self.progress)
+                    )
+            except StageError as error:
+                if self.plan.variants:
+                    raise
+                failed.append(Candidate(variant.name, Status.FAILED, error.message))
+        return trials, failed
+
+    def _report(
+        self,
+        measured: Bench,
+        ranking: Sequence[Variant],
+        shapes: Shapes,
+        verdicts: Mapping[Variant, Verdict],
+        refused: Sequence[Candidate],
+    ) -> Report:
+        baseline = Candidate(BASELINE.name, Status.BASELINE, "the original, what the others are measured against")
+        return Report(
+            plan=self.plan,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            machine=self.machine,
+            stages=tuple(self.stages),
+            candidates=(*explain(ranking, measured, shapes.optimal, verdicts), baseline, *refused),
+            bench=measured,
+            chosen=ranking[0].name,
+        )
+
+    def _manifest(
+        self, model: ModelDirectory, loaded: LoadedModel, graphs: dict[str, str], kept: Sequence[_Trial]
+    ) -> Manifest:
+        gate, task = self.plan.gate, TASKS.get(loaded.task.name)
+        return Manifest(
+            schema=SCHEMA,
+            hasten=__version__,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            model=ModelOrigin(model.id, model.revision, loaded.architecture),
+            task=loaded.task,
+            tokenizer=loaded.tokenizer,
+            signature=loaded.signature,
+            graphs=graphs,
+            variants=tuple(_entry(trial) for trial in kept),
+            min_agreement=task.min_agreement if gate.min_agreement is None else gate.min_agreement,
+            max_drop=gate.max_drop,
+            machine=self.machine,
+            files={},
+        )
+
+
+def _entry(trial: _Trial) -> VariantEntry:
+    variant = trial.artifact.variant
+    return VariantEntry(
+        name=variant.name,
+        backend=variant.backend,
+        precision=variant.precision,
+        device=variant.device,
+        requires=BACKENDS.get(variant.backend).requires,
+        graphs=dict(trial.artifact.graphs),
+        agreement=trial.verdict.agreement,
+        metric=trial.verdict.metric,
+    )
+
+
+def _inaccurate(trials: Mapping[Variant, _Trial]) -> list[Candidate]:
+    return [
+        Candidate(variant.name, Status.INACCURATE, trial.verdict.reason, trial.verdict)
+        for variant, trial in trials.items()
+        if not trial.verdict.passed
+    ]
+
+
+def _is_large(graph: Path) -> bool:
+    size = sum(file.stat().st_size for file in graph.parent.glob(f"{graph.name}*"))
+    return size > EXTERNAL_DATA_BYTES

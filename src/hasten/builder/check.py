@@ -1,0 +1,76 @@
+"""What was converted against what it came from: the graph on awkward shapes, the tokenizer on real text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hasten.backends import Session
+from hasten.core.errors import StageError
+from hasten.core.tensors import Batch, FloatArray, Signature
+from hasten.core.tokenizer import Tokenizer
+from hasten.tasks import Row, parse_texts
+
+# Differences between runtimes in fp32 stay near 1e-5; a frozen size or a lost mask shows as 1e-1.
+TOLERANCE = 1e-3
+
+
+def check_graph(graph: Session, module: Session, rows: Batch) -> list[str]:
+    """Raise on the first shape where the graph answers differently; returns what was checked."""
+    signature = graph.spec.signature
+    notes = []
+    for name, batch in awkward_batches(rows, signature):
+        ours, theirs = graph.run(batch), module.run(batch)
+        for output in signature.outputs:
+            _compare(ours[output.name], theirs[output.name], f"{name}, output '{output.name}'")
+        notes.append(name)
+    ragged = _ragged(rows, signature)
+    together = graph.run(ragged)
+    for output in signature.outputs:
+        alone = [graph.run(ragged.take(np.array([row])))[output.name] for row in range(len(ragged))]
+        _compare(together[output.name], np.concatenate(alone), f"batched against single, output '{output.name}'")
+    return [*notes, "batched against single"]
+
+
+def awkward_batches(rows: Batch, signature: Signature) -> Iterator[tuple[str, Batch]]:
+    """Batch 1 and 7, length 1, odd lengths, the maximum, and mixed lengths with padding."""
+    longest = signature.max_length
+    for count, length in ((1, 1), (7, 1), (1, 13), (7, 5), (1, longest), (2, longest - 1)):
+        width = max(1, min(length, longest))
+        values = {name: np.resize(column, count * width) for name, column in rows.values.items()}
+        yield f"{count}×{width}", Batch(values, np.full(count, width, np.int32))
+    yield "mixed lengths", _ragged(rows, signature)
+
+
+def _ragged(rows: Batch, signature: Signature) -> Batch:
+    lengths = np.minimum([1, 9, 3, 30, 17, 2, 64], signature.max_length).astype(np.int32)
+    values = {name: np.resize(column, int(lengths.sum())) for name, column in rows.values.items()}
+    return Batch(values, lengths)
+
+
+def _compare(ours: FloatArray, theirs: FloatArray, where: str) -> None:
+    if ours.shape != theirs.shape:
+        raise StageError(f"the exported graph is wrong at {where}: shape {ours.shape} instead of {theirs.shape}")
+    if not np.isfinite(ours).all():
+        raise StageError(f"the exported graph is wrong at {where}: it gives numbers that are not finite")
+    error = float(np.abs(ours - theirs).max())
+    if error > TOLERANCE * max(1.0, float(np.abs(theirs).max())):
+        raise StageError(
+            f"the exported graph is wrong at {where}: it differs from PyTorch by {error:.2g}",
+            hint="this architecture does not export soundly; please report it",
+        )
+
+
+def check_tokenizer(ours: Tokenizer, theirs: Any, rows: Sequence[Row]) -> None:
+    """The file in the bundle must give the very ids that transformers' tokenizer gives."""
+    texts = parse_texts(list(rows))
+    batch = ours.encode(texts).batch
+    ends = np.cumsum(batch.lengths)
+    for text, start, end in zip(texts, ends - batch.lengths, ends, strict=True):
+        pair = (text,) if isinstance(text, str) else text
+        expected = theirs(*pair, truncation="longest_first", max_length=ours.spec.max_length)
+        for name in ours.spec.inputs:
+            if batch.values[name][start:end].tolist() != list(expected[name]):
+                raise StageError(f"the converted tokenizer gives other {name} than the original for {text!r:.80}")

@@ -1,0 +1,69 @@
+"""Which variants compete, and which one wins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hasten.backends import BACKENDS
+from hasten.core.errors import UnsupportedError
+from hasten.core.hardware import Machine
+from hasten.core.plan import Plan
+from hasten.core.report import Bench, Candidate, Status, Verdict
+from hasten.core.tensors import Shape
+from hasten.core.variant import Precision, Variant
+
+BASELINE = Variant("torch", Precision.FP32)
+
+
+def contenders(plan: Plan, machine: Machine) -> tuple[list[Variant], list[Candidate]]:
+    """The variants to try, baseline left out, and those that cannot run here with the reason.
+
+    An explicit choice that cannot run is an error; an automatic one is recorded and passed over.
+    """
+    asked = [Variant.parse(name) for name in plan.variants]
+    if asked:
+        for variant in asked:
+            support = BACKENDS.get(variant.backend).probe(machine, variant)
+            if not support.ok:
+                raise UnsupportedError(f"{variant} does not run here: {support.reason}", hint=support.hint or None)
+        return [variant for variant in dict.fromkeys(asked) if variant != BASELINE], []
+    wanted: list[Variant] = []
+    unavailable: list[Candidate] = []
+    for backend in BACKENDS.all():
+        support = backend.probe(machine)
+        if support.ok:
+            wanted += [variant for variant in backend.variants(machine) if variant != BASELINE]
+        else:
+            reason = support.reason + (f": {support.hint}" if support.hint else "")
+            unavailable.append(Candidate(backend.name, Status.UNAVAILABLE, reason))
+    return wanted, unavailable
+
+
+def rank(bench: Bench, shape: Shape, eligible: Sequence[Variant]) -> list[Variant]:
+    """Eligible variants that a bundle may hold, fastest first at this shape."""
+    timings = bench.at(shape)
+    stored = [variant for variant in eligible if BACKENDS.get(variant.backend).is_stored]
+    return sorted(stored, key=lambda variant: timings[variant.name].p50_ms)
+
+
+def explain(
+    ranking: Sequence[Variant], bench: Bench, shape: Shape, verdicts: Mapping[Variant, Verdict]
+) -> list[Candidate]:
+    """One line for each variant that passed the gate: why it was chosen, or why not."""
+    timings = bench.at(shape)
+    winner = ranking[0]
+    lines = []
+    for variant, verdict in verdicts.items():
+        timing = timings[variant.name]
+        if variant == winner:
+            reason = (
+                f"fastest eligible at {shape}: {timing.p50_ms:.2f} ms, {timing.speedup.value:.2f}× {bench.baseline}"
+            )
+            lines.append(Candidate(variant.name, Status.CHOSEN, reason, verdict))
+        elif variant not in ranking:
+            lines.append(Candidate(variant.name, Status.ELIGIBLE, "for comparison only: needs PyTorch", verdict))
+        else:
+            slower = timing.p50_ms / timings[winner.name].p50_ms
+            reason = f"{slower:.2f}× as long as {winner} at {shape}"
+            lines.append(Candidate(variant.name, Status.ELIGIBLE, reason, verdict))
+    return lines

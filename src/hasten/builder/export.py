@@ -1,0 +1,105 @@
+"""PyTorch module to ONNX graph, batch and sequence dynamic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hasten.builder.load import LoadedModel, quiet_libraries
+from hasten.core.errors import StageError, missing_package
+from hasten.core.tensors import BATCH
+
+# The oldest runtime we support (ONNX Runtime 1.14, inside tritonserver 23) reads these; newer ones read everything older.
+OPSET = 17
+IR_VERSION = 8
+
+# One protobuf file cannot pass 2 GiB; beyond this the weights lie beside the graph.
+EXTERNAL_DATA_BYTES = 2**31 - 2**27
+
+
+def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERNAL_DATA_BYTES) -> None:
+    """Trace the module on a ragged example; what tracing could have frozen, `check_graph` finds."""
+    try:
+        import onnx
+        import torch
+    except ImportError as error:
+        raise missing_package(error.name or "onnx", "exporting", "build") from error
+
+    module, signature = loaded.module, loaded.signature
+    example = _example(loaded)
+    names = [spec.name for spec in signature.inputs]
+    axes = {
+        spec.name: {place: name for place, name in enumerate(spec.shape) if isinstance(name, str)}
+        for spec in (*signature.inputs, *signature.outputs)
+    }
+    parts = file.parent / "export"
+    parts.mkdir()
+    # Eager attention is the one form ONNX Runtime's fusion recognises: SDPA's export hides it behind IsNaN and Where.
+    with quiet_libraries(), _attention(module.model, "eager"), torch.inference_mode():
+        try:
+            # The tracing exporter: six times faster than dynamo's, and fusion finds attention only in its graphs
+            # (docs/decisions/exporter.md).
+            torch.onnx.export(
+                module,
+                tuple(example[name] for name in names),
+                parts / file.name,
+                dynamo=False,
+                opset_version=OPSET,
+                input_names=names,
+                output_names=[spec.name for spec in signature.outputs],
+                dynamic_axes=axes,
+            )
+        except Exception as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise StageError(f"{loaded.config.model_type} does not export to ONNX: {first}") from error
+        finally:
+            # torch.onnx.export leaves modules in train mode in some versions; a reference with dropout is no reference.
+            module.eval()
+    graph = onnx.load(parts / file.name)
+    graph.ir_version = IR_VERSION
+    is_large = graph.ByteSize() > external_data_bytes
+    onnx.save_model(
+        graph,
+        file,
+        save_as_external_data=is_large,
+        location=f"{file.name}.data",
+        all_tensors_to_one_file=True,
+    )
+    _remove(parts)
+
+
+def _example(loaded: LoadedModel) -> dict[str, Any]:
+    """Two rows of different length, so that no size is traced as one and the mask matters."""
+    import torch
+
+    lengths = torch.tensor([7, 5])
+    mask = (torch.arange(7) < lengths[:, None]).long()
+    feeds: dict[str, Any] = {spec.name: torch.zeros((2, 7), dtype=torch.int64) for spec in loaded.signature.inputs}
+    feeds["input_ids"] = torch.where(mask.bool(), torch.full((2, 7), 5), torch.tensor(loaded.tokenizer.pad_id))
+    feeds["attention_mask"] = mask
+    return feeds
+
+
+@contextmanager
+def _attention(model: Any, implementation: str) -> Iterator[None]:
+    """Another attention implementation for a while, where the model has a choice."""
+    before = getattr(model.config, "_attn_implementation", None)
+    if before in (None, implementation) or not hasattr(model, "set_attn_implementation"):
+        yield
+        return
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _remove(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+
+
+__all__ = ["BATCH", "EXTERNAL_DATA_BYTES", "IR_VERSION", "OPSET", "export"]

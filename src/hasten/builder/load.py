@@ -1,0 +1,231 @@
+"""From a directory to a PyTorch module, a tokenizer and everything the task needs to know about them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hasten.builder.sentence_layout import SentenceLayout, read_layout
+from hasten.builder.source import ModelDirectory
+from hasten.core.errors import PlanError, StageError, UnsupportedError, missing_package
+from hasten.core.plan import Plan
+from hasten.core.tensors import ATTENTION_MASK, BATCH, SEQUENCE, DType, Signature, TensorSpec
+from hasten.core.tokenizer import TokenizerSpec
+from hasten.tasks import TASKS, AnyTask, TaskSpec
+
+if TYPE_CHECKING:
+    from hasten.builder.head import Exportable
+
+# Tokenizers that know no limit say so with a number near 10^30.
+_NO_LIMIT = 1_000_000
+_EMBEDDING_TASK = "sentence-similarity"
+
+# Architectures whose position table is longer than the texts they take: the first positions are reserved for padding.
+_RESERVED_POSITIONS = {
+    "roberta": 2,
+    "xlm-roberta": 2,
+    "camembert": 2,
+    "mpnet": 2,
+    "longformer": 2,
+    "xlm-roberta-xl": 2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    module: Exportable
+    task: TaskSpec
+    tokenizer: TokenizerSpec
+    # transformers' tokenizer, for what our file must reproduce.
+    original_tokenizer: Any
+    signature: Signature
+    config: Any
+    architecture: str
+
+
+def detect_task(model: ModelDirectory, plan: Plan) -> AnyTask:
+    """The task that was asked for, if the model fits it; otherwise the one its configuration names."""
+    has_layout = (model.path / "modules.json").is_file()
+    found = next((task for task in TASKS.all() if model.architecture.endswith(task.heads)), None)
+    if has_layout and found is None:
+        found = TASKS.get(_EMBEDDING_TASK)
+    if plan.task is None:
+        if found is None and plan.pooling is not None:
+            return TASKS.get(_EMBEDDING_TASK)
+        if found is None:
+            raise PlanError(
+                f"cannot tell the task of {model.id} from its architecture '{model.architecture or 'unknown'}'",
+                hint=f"--task with one of: {', '.join(TASKS.names())}",
+            )
+        return found
+    asked = TASKS.get(plan.task)
+    if asked.heads and not model.architecture.endswith(asked.heads):
+        fits = f"; it fits {found.name}" if found else ""
+        raise PlanError(
+            f"{model.id} is a {model.architecture or 'model of unknown kind'}, which has no head for {asked.name}{fits}"
+        )
+    return asked
+
+
+def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise missing_package(error.name or "torch", "building", "build") from error
+
+    task = detect_task(model, plan)
+    layout = read_layout(model, plan) if task.name == _EMBEDDING_TASK else None
+    with quiet_libraries():
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(model.path, trust_remote_code=plan.trust_remote_code)
+        except Exception as error:
+            raise StageError(f"the tokenizer of {model.id} does not load: {_first_line(error)}") from error
+        try:
+            module = getattr(transformers, task.auto_class).from_pretrained(
+                model.path,
+                dtype=torch.float32,
+                trust_remote_code=plan.trust_remote_code,
+                use_safetensors=None if plan.allow_pickle else True,
+            )
+        except Exception as error:
+            raise StageError(f"{model.id} does not load: {_first_line(error)}", hint=_hint(error)) from error
+    return describe(module, tokenizer, task, layout, model, plan)
+
+
+def describe(
+    module: Any,
+    tokenizer: Any,
+    task: AnyTask,
+    layout: SentenceLayout | None,
+    model: ModelDirectory,
+    plan: Plan,
+) -> LoadedModel:
+    """Everything the rest of the build needs to know, gathered once."""
+    from hasten.builder.head import Exportable, PoolingHead
+
+    if not getattr(tokenizer, "is_fast", False):
+        raise UnsupportedError(
+            f"the tokenizer of {model.id} ({type(tokenizer).__name__}) has no tokenizers-library form,"
+            " and bundles are served without transformers"
+        )
+    if layout is not None and layout.lowercase:
+        _lowercase_first(tokenizer)
+    accepted = set(inspect.signature(module.forward).parameters)
+    columns = [name for name in tokenizer.model_input_names if name in accepted and name != ATTENTION_MASK]
+    if "input_ids" not in columns:
+        raise UnsupportedError(f"{model.id} takes no token ids: hasten handles text models")
+    inputs = ["input_ids", ATTENTION_MASK, *(name for name in columns if name != "input_ids")]
+    limit = _max_length(module.config, tokenizer, layout)
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    pads_left = tokenizer.padding_side == "left"
+    head = None
+    width = int(getattr(module.config, "num_labels", 0) or 0)
+    if layout is not None:
+        pads_left = False  # pooling reads rows from their first position (builder/head.py)
+        dense = [layer.module() for layer in layout.dense]
+        head = PoolingHead(layout.pooling, dense, layout.normalize)
+        width = dense[-1][0].out_features if dense else module.config.hidden_size * len(layout.pooling)
+    signature = Signature(
+        inputs=tuple(
+            TensorSpec(name, DType.INT64, (BATCH, SEQUENCE), pad_id if name == "input_ids" else 0) for name in inputs
+        ),
+        outputs=(TensorSpec(task.output, DType.FLOAT32, (BATCH, width)),),
+        max_length=limit,
+        pads_left=pads_left,
+    )
+    return LoadedModel(
+        module=Exportable(module.eval(), inputs, task.output, head),
+        task=_task_spec(task, module.config, layout),
+        tokenizer=TokenizerSpec(
+            inputs=tuple(columns),
+            max_length=limit,
+            pad_id=pad_id,
+            truncates_left=tokenizer.truncation_side == "left",
+        ),
+        original_tokenizer=tokenizer,
+        signature=signature,
+        config=module.config,
+        architecture=type(module).__name__,
+    )
+
+
+def save_tokenizer(loaded: LoadedModel, file: Path) -> None:
+    """The tokenizer as one file that needs no transformers."""
+    import tokenizers
+
+    backend = tokenizers.Tokenizer.from_str(loaded.original_tokenizer.backend_tokenizer.to_str())
+    backend.no_padding()
+    backend.no_truncation()
+    backend.save(str(file))
+
+
+def _lowercase_first(tokenizer: Any) -> None:
+    """What sentence-transformers' do_lower_case asks for, whatever the tokenizer itself does."""
+    from tokenizers import normalizers
+
+    backend = tokenizer.backend_tokenizer
+    before = [backend.normalizer] if backend.normalizer is not None else []
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
+
+
+def _task_spec(task: AnyTask, config: Any, layout: SentenceLayout | None) -> TaskSpec:
+    if layout is not None:
+        return TaskSpec(
+            task.name,
+            pooling=layout.pooling,
+            normalize=layout.normalize,
+            prompts=layout.prompts,
+            default_prompt=layout.default_prompt,
+        )
+    labels = tuple(str(config.id2label[index]) for index in range(config.num_labels))
+    return TaskSpec(task.name, labels=labels, problem=config.problem_type or "")
+
+
+def _max_length(config: Any, tokenizer: Any, layout: SentenceLayout | None) -> int:
+    """The smallest of all limits that are real."""
+    limits = []
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions > 0:
+        limits.append(positions - _RESERVED_POSITIONS.get(config.model_type, 0))
+    if tokenizer.model_max_length < _NO_LIMIT:
+        limits.append(int(tokenizer.model_max_length))
+    if layout is not None and layout.max_length:
+        limits.append(layout.max_length)
+    return min(limits) if limits else 512
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """transformers draws bars and logs advice for people who train; a build has a display of its own."""
+    from transformers.utils import logging as theirs
+
+    level, had_bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
+    root = logging.getLogger("torch.onnx")
+    before = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        theirs.set_verbosity(level)
+        root.setLevel(before)
+        if had_bars:
+            theirs.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _hint(error: Exception) -> str | None:
+    return "--trust-remote-code if you trust its author" if "trust_remote_code" in str(error) else None

@@ -1,0 +1,15 @@
+"""The bundle: a self-contained directory that is written once and never changed.
+
+manifest.json            what it is: model, task, tensors, variants, hashes, machine, versions
+report.json              what was measured when it was built
+graph/model.onnx         the fp32 graph every variant comes from
+variants/<name>/…        the chosen variant and the next eligible one
+tokenizer/tokenizer.json
+reference/inputs.jsonl   texts and, in outputs.npz, what the fp32 PyTorch model answered
+"""
+
+from hasten.bundle.manifest import Manifest, VariantEntry
+from hasten.bundle.read import Bundle, open_bundle
+from hasten.bundle.write import BundleWriter
+
+__all__ = ["Bundle", "BundleWriter", "Manifest", "VariantEntry", "open_bundle"]

@@ -1,0 +1,125 @@
+"""A bundle on disk, read with every check: format, hashes, paths."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from hasten.backends import MODEL, Artifact
+from hasten.bundle.manifest import Manifest, VariantEntry, inside, read_manifest, sha256
+from hasten.core.errors import BundleError, PlanError
+from hasten.core.registry import did_you_mean
+from hasten.core.report import Report
+from hasten.core.tensors import FloatArray
+from hasten.core.tokenizer import Tokenizer
+from hasten.core.variant import Precision, Variant
+
+if TYPE_CHECKING:
+    from hasten.tasks import Row
+
+TOKENIZER = "tokenizer/tokenizer.json"
+REPORT = "report.json"
+REFERENCE_INPUTS = "reference/inputs.jsonl"
+REFERENCE_OUTPUTS = "reference/outputs.npz"
+GRAPH_BACKEND = "onnxruntime"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Texts and what the original model answered to them, raw."""
+
+    rows: tuple[Row, ...]
+    outputs: dict[str, FloatArray]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    path: Path
+    manifest: Manifest
+
+    @cached_property
+    def report(self) -> Report:
+        try:
+            return msgspec.json.decode(self._checked(REPORT).read_bytes(), type=Report)
+        except msgspec.DecodeError as error:
+            raise BundleError(f"{self.path / REPORT} is damaged: {error}") from error
+
+    @property
+    def chosen(self) -> VariantEntry:
+        return self.manifest.chosen
+
+    def entry(self, name: str) -> VariantEntry:
+        known = {entry.name: entry for entry in self.manifest.variants}
+        if name not in known:
+            raise PlanError(
+                f"the bundle holds no variant '{name}'{did_you_mean(name, known)}",
+                hint=f"it holds: {', '.join(known)}",
+            )
+        return known[name]
+
+    def artifact(self, entry: VariantEntry) -> Artifact:
+        """The variant's files, their hashes checked."""
+        folder = f"variants/{entry.name}"
+        self._check_folder(folder)
+        return Artifact(entry.variant, self.manifest.signature, self.path / folder, entry.graphs)
+
+    def graph(self) -> Artifact:
+        """The fp32 graph itself, which ONNX Runtime runs anywhere."""
+        self._check_folder("graph")
+        graphs = {name: path.removeprefix("graph/") for name, path in self.manifest.graphs.items()}
+        return Artifact(Variant(GRAPH_BACKEND, Precision.FP32), self.manifest.signature, self.path / "graph", graphs)
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.open(self._checked(TOKENIZER), self.manifest.tokenizer)
+
+    def reference(self) -> Reference:
+        # Not splitlines: texts may hold separators that JSON does not escape.
+        rows = self._checked(REFERENCE_INPUTS).read_text(encoding="utf-8").rstrip("\n").split("\n")
+        try:
+            with np.load(self._checked(REFERENCE_OUTPUTS), allow_pickle=False) as arrays:
+                outputs = {name: arrays[name] for name in arrays.files}
+        except (ValueError, zipfile.BadZipFile) as error:
+            raise BundleError(f"{self.path / REFERENCE_OUTPUTS} is damaged: {error}") from error
+        return Reference(tuple(json.loads(row) for row in rows), outputs)
+
+    def check(self) -> None:
+        """Every file, its hash, and that nothing else lies in the directory."""
+        for name in self.manifest.files:
+            self._checked(name)
+        found = {file.relative_to(self.path).as_posix() for file in self.path.rglob("*") if not file.is_dir()}
+        extra = sorted(found - set(self.manifest.files) - {"manifest.json"})
+        if extra:
+            raise BundleError(f"{self.path} holds a file its manifest does not list: {extra[0]}")
+
+    def _check_folder(self, folder: str) -> None:
+        names = [name for name in self.manifest.files if name.startswith(f"{folder}/")]
+        if not names:
+            raise BundleError(f"{self.path} lists no file under {folder}/", hint="build the bundle again")
+        for name in names:
+            self._checked(name)
+
+    def _checked(self, name: str) -> Path:
+        path = inside(self.path, name)
+        if not path.is_file():
+            raise BundleError(f"{self.path} is incomplete: {name} is missing", hint="build the bundle again")
+        if name not in self.manifest.files or sha256(path) != self.manifest.files[name]:
+            raise BundleError(
+                f"{self.path} was changed after it was built: {name} does not match its hash",
+                hint="build it again",
+            )
+        return path
+
+
+def open_bundle(path: Path | str) -> Bundle:
+    directory = Path(path)
+    return Bundle(directory, read_manifest(directory))
+
+
+__all__ = ["GRAPH_BACKEND", "MODEL", "Bundle", "Reference", "open_bundle"]

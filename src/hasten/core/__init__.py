@@ -1,0 +1,1 @@
+"""What every layer shares: errors, tensors, plan, report, registry, hardware, tokenizer."""

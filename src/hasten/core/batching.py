@@ -1,0 +1,27 @@
+"""Which rows run together."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hasten.core.tensors import IntArray
+
+# Big enough to fill two to eight cores, small enough that the activations of one batch stay in the cache:
+# on MiniLM larger budgets gain nothing on a CPU (benchmarks/cpu.py, mixed-length stream).
+TOKEN_BUDGET = 2048
+
+
+def by_length(lengths: IntArray, *, budget: int = TOKEN_BUDGET, max_rows: int = 64) -> list[IntArray]:
+    """Group rows of similar length so that a padded batch costs at most `budget` positions, padding included.
+
+    A row longer than the budget runs alone. The longest come first: memory peaks at once, not at the end.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    groups: list[IntArray] = []
+    start = 0
+    while start < len(order):
+        widest = max(1, int(lengths[order[start]]))
+        count = max(1, min(max_rows, budget // widest))
+        groups.append(order[start : start + count])
+        start += count
+    return groups

@@ -1,0 +1,86 @@
+"""Every error hasten raises on purpose.
+
+HastenError                what, why, and a hint for the next step
+├── PlanError         2    the request contradicts itself or names something unknown
+├── InputError        2    a text or a data file that cannot be answered
+├── UnsupportedError  3    a sound request that this machine or this installation cannot fulfil
+├── StageError        4    a stage of the work failed
+├── AccuracyError     5    no variant answers like the original
+└── BundleError       6    a bundle that is missing, damaged or not ours
+
+The number is the exit code of the command line. Vendors' exceptions are translated where the vendor is called.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hasten.core.report import Candidate
+
+
+class HastenError(Exception):
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class PlanError(HastenError):
+    exit_code = 2
+
+
+class InputError(HastenError):
+    exit_code = 2
+
+
+class UnsupportedError(HastenError):
+    exit_code = 3
+
+
+class StageError(HastenError):
+    exit_code = 4
+
+
+class AccuracyError(HastenError):
+    """Carries the refused candidates, so that whoever catches it can show the numbers."""
+
+    exit_code = 5
+
+    def __init__(self, message: str, *, hint: str | None = None, candidates: Sequence[Candidate] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.candidates = tuple(candidates)
+
+
+class BundleError(HastenError):
+    exit_code = 6
+
+
+def missing_package(package: str, needed_for: str, extra: str | None = None) -> UnsupportedError:
+    """The one wording for an optional library that is not installed."""
+    command = f"pip install 'hasten[{extra}]'" if extra else f"pip install {package}"
+    return UnsupportedError(f"{needed_for} needs the package '{package}', which is not installed", hint=command)
+
+
+@contextmanager
+def translate_os_errors(doing: str) -> Iterator[None]:
+    """Give a full disk or a read-only directory one clear line instead of a traceback."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StageError(
+                f"the disk is full: {doing}",
+                hint="free some space or choose another place with -o and TMPDIR",
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise StageError(f"not allowed to write: {doing}", hint="choose another place with -o") from error
+        raise

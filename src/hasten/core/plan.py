@@ -1,0 +1,116 @@
+"""What was asked: a plan is complete and consistent before any work starts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import product
+
+from hasten.core.errors import PlanError
+from hasten.core.tensors import Shape
+
+
+class Keep(StrEnum):
+    """Which variants a bundle stores."""
+
+    BEST = "best"  # the chosen one and the next eligible one
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A size the model will see: at least, most often, at most."""
+
+    min: int
+    opt: int
+    max: int
+
+    @classmethod
+    def of(cls, name: str, values: tuple[int, ...]) -> Range:
+        """One number for all three, or three in order."""
+        if len(values) == 1:
+            values = values * 3
+        if len(values) != 3:
+            raise PlanError(f"{name} takes one number or three (min opt max), not {len(values)}")
+        low, opt, high = values
+        if not 1 <= low <= opt <= high:
+            raise PlanError(
+                f"{name} {low} {opt} {high} is out of order",
+                hint="write min opt max, with 1 ≤ min ≤ opt ≤ max",
+            )
+        return cls(low, opt, high)
+
+    def at_most(self, limit: int) -> Range:
+        return Range(min(self.min, limit), min(self.opt, limit), min(self.max, limit))
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    batch: Range = Range(1, 8, 32)
+    sequence: Range = Range(16, 128, 256)
+
+    @property
+    def optimal(self) -> Shape:
+        return Shape(self.batch.opt, self.sequence.opt)
+
+    def corners(self) -> list[Shape]:
+        """The optimal shape first, then smallest and largest of each size."""
+        sizes = product((self.batch.min, self.batch.max), (self.sequence.min, self.sequence.max))
+        return list(dict.fromkeys([self.optimal, *(Shape(*size) for size in sizes)]))
+
+    def grid(self) -> list[Shape]:
+        """The optimal shape first, then every combination of min, opt and max."""
+        batch, sequence = self.batch, self.sequence
+        sizes = product((batch.min, batch.opt, batch.max), (sequence.min, sequence.opt, sequence.max))
+        return list(dict.fromkeys([self.optimal, *(Shape(*size) for size in sizes)]))
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """The accuracy a variant must keep. Left out, the task's own default applies."""
+
+    min_agreement: float | None = None
+    max_drop: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.min_agreement is not None and not 0 <= self.min_agreement <= 1:
+            raise PlanError(f"--min-agreement {self.min_agreement} is not between 0 and 1")
+        if self.max_drop is not None and self.max_drop < 0:
+            raise PlanError(f"--max-drop {self.max_drop} is negative", hint="it is a loss in points, such as 0.5")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    model: str
+    revision: str | None = None
+    task: str | None = None
+    pooling: str | None = None
+    shapes: Shapes = field(default_factory=Shapes)
+    variants: tuple[str, ...] = ()
+    data: str | None = None
+    gate: Gate = field(default_factory=Gate)
+    bench_budget_s: float = 30.0
+    threads: int | None = None
+    keep: Keep = Keep.BEST
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise PlanError(f"--threads {self.threads} is less than one")
+        if self.bench_budget_s <= 0:
+            raise PlanError("the benchmark's budget must be more than nothing", hint="--bench-budget 30s")
+        if self.gate.max_drop is not None and self.data is None:
+            raise PlanError("--max-drop needs labelled data to measure a drop on", hint="--data file.jsonl")
+
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_duration(text: str) -> float:
+    """Seconds from `30s`, `5m`, `1h` or a bare number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    if not match:
+        raise PlanError(f"'{text}' is not a duration", hint="write 30s, 5m or 1h")
+    return float(match[1]) * _UNITS[match[2]]

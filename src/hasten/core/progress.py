@@ -1,0 +1,42 @@
+"""How long work tells what it is doing. The command line draws it; a program may ignore it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+
+class Progress(Protocol):
+    def start(self, what: str, total: float | None = None) -> None: ...
+
+    def advance(self, amount: float = 1, note: str | None = None) -> None: ...
+
+    def finish(self, note: str = "") -> None: ...
+
+    def warn(self, message: str) -> None: ...
+
+
+class Silent:
+    """The default for programs."""
+
+    def start(self, what: str, total: float | None = None) -> None:
+        pass
+
+    def advance(self, amount: float = 1, note: str | None = None) -> None:
+        pass
+
+    def finish(self, note: str = "") -> None:
+        pass
+
+    def warn(self, message: str) -> None:
+        pass
+
+
+@contextmanager
+def step(progress: Progress, what: str, total: float | None = None) -> Iterator[Progress]:
+    progress.start(what, total)
+    try:
+        yield progress
+    finally:
+        progress.finish()

@@ -1,0 +1,138 @@
+"""What was measured: plain data, written once, read by people, programs and the next command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from hasten.core.hardware import Machine
+from hasten.core.plan import Plan
+from hasten.core.statistics import Interval
+from hasten.core.tensors import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """How right the answers are, judged by labels. Higher is better."""
+
+    name: str
+    value: float
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How alike two sets of outputs are. `value` is what the gate bounds; the rest explains it."""
+
+    measure: str
+    value: float
+    rows: int
+    max_error: float
+    relative_error: float
+    # The largest value of the reference: an error of 1e-3 on values of 100 is small.
+    scale: float
+    is_finite: bool = True
+    flips: int | None = None
+    cosine_mean: float | None = None
+    cosine_min: float | None = None
+    rank_correlation: float | None = None
+    top_k_overlap: float | None = None
+    worst: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a variant may be used, and the numbers that decided it."""
+
+    variant: str
+    passed: bool
+    reason: str
+    agreement: Agreement
+    metric: Metric | None = None
+    reference_metric: Metric | None = None
+
+    @property
+    def drop(self) -> float | None:
+        """Points of the metric lost against the reference."""
+        if self.metric is None or self.reference_metric is None:
+            return None
+        return 100 * (self.reference_metric.value - self.metric.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One variant at one shape. Percentiles only where the samples carry them."""
+
+    variant: str
+    shape: Shape
+    samples: int
+    rounds: int
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float | None
+    sentences_per_s: float
+    speedup: Interval
+
+    @property
+    def is_significant(self) -> bool:
+        return not self.speedup.low <= 1.0 <= self.speedup.high
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a variant costs beside time, measured in a process of its own."""
+
+    variant: str
+    load_ms: float
+    peak_memory_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    baseline: str
+    timings: tuple[Timing, ...]
+    footprints: tuple[Footprint, ...]
+
+    def at(self, shape: Shape) -> dict[str, Timing]:
+        return {timing.variant: timing for timing in self.timings if timing.shape == shape}
+
+
+class Status(StrEnum):
+    CHOSEN = "chosen"
+    ELIGIBLE = "eligible"
+    BASELINE = "baseline"
+    INACCURATE = "inaccurate"
+    FAILED = "failed"
+    UNAVAILABLE = "unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One variant that was considered, and why it was chosen or not."""
+
+    variant: str
+    status: Status
+    reason: str
+    verdict: Verdict | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One step of the work, as it went."""
+
+    name: str
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    plan: Plan
+    created: str
+    machine: Machine
+    stages: tuple[Stage, ...]
+    candidates: tuple[Candidate, ...]
+    bench: Bench
+    chosen: str = ""
+    libraries: dict[str, str] = field(default_factory=dict)

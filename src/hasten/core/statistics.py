@@ -1,0 +1,68 @@
+"""The few statistics that verification and benchmarks need, without scipy at serving time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hasten.core.tensors import FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate with its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def ranks(values: FloatArray) -> FloatArray:
+    """Ranks from 1, ties averaged."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    average: FloatArray = (last - (counts - 1) / 2.0)[inverse]
+    return average
+
+
+def pearson(a: FloatArray, b: FloatArray) -> float:
+    """Correlation; two constant vectors that are equal count as perfectly correlated."""
+    a, b = a - a.mean(), b - b.mean()
+    scale = float(np.sqrt((a * a).sum() * (b * b).sum()))
+    if scale == 0.0:
+        return 1.0 if np.array_equal(a, b) else 0.0
+    return float((a * b).sum() / scale)
+
+
+def spearman(a: FloatArray, b: FloatArray) -> float:
+    return pearson(ranks(np.asarray(a, np.float64)), ranks(np.asarray(b, np.float64)))
+
+
+def relative_error(ours: FloatArray, theirs: FloatArray) -> float:
+    return float(np.linalg.norm(ours - theirs)) / max(float(np.linalg.norm(theirs)), 1e-12)
+
+
+def row_cosines(a: FloatArray, b: FloatArray) -> FloatArray:
+    a64, b64 = a.astype(np.float64), b.astype(np.float64)
+    norms = np.linalg.norm(a64, axis=1) * np.linalg.norm(b64, axis=1)
+    products = (a64 * b64).sum(axis=1)
+    # Two zero vectors agree; a zero vector against anything else does not.
+    both_zero = ~a64.any(axis=1) & ~b64.any(axis=1)
+    cosines: FloatArray = np.where(both_zero, 1.0, products / np.where(norms == 0, 1.0, norms))
+    return cosines
+
+
+def median_ratio(baseline: FloatArray, contender: FloatArray, *, resamples: int = 2000, seed: int = 0) -> Interval:
+    """How many times faster the contender is: median of per-round ratios, bootstrapped over rounds.
+
+    Rounds are the unit because noise comes in stretches that hit neighbouring runs alike.
+    """
+    ratios = baseline / contender
+    value = float(np.median(ratios))
+    if len(ratios) < 3:
+        return Interval(value, float(ratios.min()), float(ratios.max()))
+    picks = np.random.default_rng(seed).integers(0, len(ratios), (resamples, len(ratios)))
+    medians = np.median(ratios[picks], axis=1)
+    low, high = np.percentile(medians, (2.5, 97.5))
+    return Interval(value, float(low), float(high))

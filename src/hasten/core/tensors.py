@@ -1,0 +1,176 @@
+"""Ragged batches and the tensors a model takes and gives.
+
+Rows travel unpadded, end to end, through the whole program. Only a session whose runtime needs rectangles
+pads them (`pad`), and takes the padding out of what comes back (`unpad`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray: TypeAlias = npt.NDArray[np.integer]
+FloatArray: TypeAlias = npt.NDArray[np.floating]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+BATCH = "batch"
+SEQUENCE = "sequence"
+
+# The one input a padded session derives itself: it says which positions are real.
+ATTENTION_MASK = "attention_mask"
+
+# Named outputs. A tensor per row has shape (rows, …); a tensor per token has shape (tokens, …), rows end to end.
+Outputs: TypeAlias = Mapping[str, FloatArray]
+
+
+class DType(StrEnum):
+    INT32 = "int32"
+    INT64 = "int64"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    name: str
+    dtype: DType
+    shape: tuple[int | str, ...]
+    pad: int = 0
+
+    @property
+    def is_per_token(self) -> bool:
+        return SEQUENCE in self.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a graph takes and gives; the same for every variant made from it."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    max_length: int
+    pads_left: bool = False
+
+
+class Layout(StrEnum):
+    PADDED = "padded"
+    PACKED = "packed"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSpec:
+    """What a loaded variant says about itself."""
+
+    signature: Signature
+    layout: Layout
+    device: str
+    # The precision the runtime really computes in, read back from it, not from the variant's name.
+    precision: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    batch: int
+    sequence: int
+
+    def __str__(self) -> str:
+        return f"{self.batch}×{self.sequence}"
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of different lengths: each input's values end to end, and how long each row is."""
+
+    values: Mapping[str, IntArray]
+    lengths: IntArray
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @classmethod
+    def from_rows(cls, rows: Mapping[str, Sequence[Sequence[int]]]) -> Batch:
+        first = next(iter(rows.values()))
+        lengths = np.fromiter(map(len, first), np.int32, len(first))
+        total = int(lengths.sum())
+        values = {
+            name: np.fromiter((value for row in column for value in row), np.int32, total)
+            for name, column in rows.items()
+        }
+        return cls(values, lengths)
+
+    def take(self, rows: IntArray) -> Batch:
+        """The given rows, in the given order."""
+        starts = np.concatenate(([0], np.cumsum(self.lengths)))
+        index = (
+            np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
+            if len(rows)
+            else np.zeros(0, np.int64)
+        )
+        return Batch({name: value[index] for name, value in self.values.items()}, self.lengths[rows])
+
+
+def pad(batch: Batch, signature: Signature) -> dict[str, IntArray]:
+    """Rectangles as long as the longest row, one per input of the signature."""
+    rows, width = len(batch), int(batch.lengths.max(initial=0))
+    is_ragged = bool((batch.lengths != width).any())
+    mask = real_positions(batch.lengths, width, signature.pads_left) if is_ragged else None
+    feeds: dict[str, IntArray] = {}
+    for spec in signature.inputs:
+        dtype = np.dtype(spec.dtype.value)
+        if spec.name == ATTENTION_MASK:
+            feeds[spec.name] = np.ones((rows, width), dtype) if mask is None else mask.astype(dtype)
+        elif mask is None:
+            feeds[spec.name] = batch.values[spec.name].reshape(rows, width).astype(dtype)
+        else:
+            feed = np.full((rows, width), spec.pad, dtype)
+            feed[mask] = batch.values[spec.name]
+            feeds[spec.name] = feed
+    return feeds
+
+
+def unpad(outputs: Mapping[str, FloatArray], batch: Batch, signature: Signature) -> dict[str, FloatArray]:
+    """Drop the padding of per-token outputs; per-row outputs pass unchanged."""
+    width = int(batch.lengths.max(initial=0))
+    per_token = {spec.name for spec in signature.outputs if spec.is_per_token}
+    if not per_token:
+        return dict(outputs)
+    mask = real_positions(batch.lengths, width, signature.pads_left)
+    return {name: value[mask] if name in per_token else value for name, value in outputs.items()}
+
+
+def real_positions(lengths: IntArray, width: int, pads_left: bool = False) -> BoolArray:
+    mask: BoolArray = np.arange(width) < lengths[:, None]
+    return mask[:, ::-1] if pads_left else mask
+
+
+def gather(parts: Iterable[tuple[IntArray, Outputs]], lengths: IntArray, signature: Signature) -> dict[str, FloatArray]:
+    """Put the outputs of several batches back into the order of the rows they were taken from."""
+    collected = list(parts)
+    result: dict[str, FloatArray] = {}
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    for spec in signature.outputs:
+        first = collected[0][1][spec.name]
+        if not spec.is_per_token:
+            whole = np.empty((len(lengths), *first.shape[1:]), first.dtype)
+            for rows, outputs in collected:
+                whole[rows] = outputs[spec.name]
+        else:
+            whole = np.empty((int(starts[-1]), *first.shape[1:]), first.dtype)
+            for rows, outputs in collected:
+                index = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
+                whole[index] = outputs[spec.name]
+        result[spec.name] = whole
+    return result

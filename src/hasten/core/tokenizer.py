@@ -1,0 +1,59 @@
+"""Text to rows of token ids, with the `tokenizers` library alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Encoding
+from tokenizers import Tokenizer as FastTokenizer
+
+from hasten.core.errors import BundleError
+from hasten.core.tensors import Batch
+
+# Which attribute of an encoding feeds which input of a model.
+_COLUMNS = {"input_ids": "ids", "token_type_ids": "type_ids"}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSpec:
+    """What `tokenizer.json` does not say."""
+
+    inputs: tuple[str, ...]
+    max_length: int
+    pad_id: int = 0
+    truncates_left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Unpadded rows, and which of them had to be cut to the model's limit."""
+
+    batch: Batch
+    truncated: tuple[int, ...]
+    encodings: Sequence[Encoding]
+
+
+class Tokenizer:
+    def __init__(self, backend: FastTokenizer, spec: TokenizerSpec) -> None:
+        # Files in the wild pad to a fixed length and truncate elsewhere (all-MiniLM: 128); neither is wanted here.
+        backend.no_padding()
+        side = "left" if spec.truncates_left else "right"
+        backend.enable_truncation(spec.max_length, strategy="longest_first", direction=side)
+        self._backend = backend
+        self.spec = spec
+
+    @classmethod
+    def open(cls, file: Path, spec: TokenizerSpec) -> Tokenizer:
+        try:
+            return cls(FastTokenizer.from_file(str(file)), spec)
+        except Exception as error:  # the library raises bare Exception for every kind of damage
+            raise BundleError(f"{file} is not a tokenizer: {error}") from error
+
+    def encode(self, texts: Sequence[str | tuple[str, str]]) -> Tokens:
+        """One row per text or pair of texts."""
+        encodings = self._backend.encode_batch(list(texts))
+        columns = {name: [getattr(encoding, _COLUMNS[name]) for encoding in encodings] for name in self.spec.inputs}
+        truncated = tuple(row for row, encoding in enumerate(encodings) if encoding.overflowing)
+        return Tokens(Batch.from_rows(columns), truncated, encodings)

@@ -1,0 +1,68 @@
+"""One way to run a model: backend × precision × device, and the name it goes by."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hasten.core.errors import PlanError
+
+CPU = "cpu"
+
+_NAME = re.compile(r"^(?P<backend>[a-z0-9_]+)-(?P<precision>[a-z0-9]+)(?:@(?P<device>[a-z0-9:]+))?$")
+
+
+class Precision(StrEnum):
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"
+    INT8 = "int8"
+
+    @property
+    def is_reduced(self) -> bool:
+        return self is not Precision.FP32
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    backend: str
+    precision: Precision
+    device: str = CPU
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend}-{self.precision}" + ("" if self.device == CPU else f"@{self.device}")
+
+    def __str__(self) -> str:
+        return self.name
+
+    @classmethod
+    def parse(cls, name: str) -> Variant:
+        """`onnxruntime-int8`, `fused-fp8@cuda`."""
+        match = _NAME.match(name)
+        known = [precision.value for precision in Precision]
+        if not match or match["precision"] not in known:
+            raise PlanError(
+                f"'{name}' is not the name of a variant",
+                hint=f"write BACKEND-PRECISION, as in onnxruntime-fp32; precisions: {', '.join(known)}",
+            )
+        return cls(match["backend"], Precision(match["precision"]), match["device"] or CPU)
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Whether something runs here and, if not, why."""
+
+    ok: bool
+    reason: str = ""
+    hint: str = ""
+
+    @classmethod
+    def yes(cls) -> Support:
+        return cls(True)
+
+    @classmethod
+    def no(cls, reason: str, hint: str = "") -> Support:
+        return cls(False, reason, hint)

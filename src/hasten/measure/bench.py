@@ -1,0 +1,210 @@
+"""Contenders take turns, round after round, each in its own process, so that noise hits all alike."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self, TypeVar
+
+import msgspec
+import numpy as np
+
+from hasten.backends import Artifact
+from hasten.core.errors import StageError
+from hasten.core.progress import Progress, step
+from hasten.core.report import Bench, Footprint, Timing
+from hasten.core.statistics import median_ratio
+from hasten.core.tensors import Batch, Shape
+from hasten.measure.lane import Opened, Opening, Rows, Times, Turn
+
+# A percentile is printed only where the samples carry it.
+P99_SAMPLES = 100
+# A turn is at least this long, so that a switch between processes is a small part of it …
+_TURN_S = 0.05
+_MOST_PER_TURN = 20
+# … and each contender first lets its predecessor's threads stop spinning, and wakes up its own caches.
+_SETTLE_S = 0.01
+_WARM_RUNS = 2
+_ENOUGH_ROUNDS = 60
+_LEAST_ROUNDS = 2
+
+Message = TypeVar("Message")
+
+
+def bench(
+    contenders: Sequence[Artifact],
+    shapes: Sequence[Shape],
+    rows: Batch,
+    *,
+    budget_s: float,
+    threads: int | None,
+    finalists: int | None = None,
+    progress: Progress,
+) -> Bench:
+    """Time contenders at every shape; the first contender is the baseline, the first shape gets half the time.
+
+    With `finalists`, only the baseline and that many of the fastest go on to the other shapes. `rows` are real token
+    rows, tiled to each shape. The budget counts the timing, not the start of the processes; a shape that does not
+    fit into it still gets its least number of rounds.
+    """
+    with ExitStack() as stack:
+        with step(progress, "start benchmark processes", total=len(contenders)):
+            lanes = []
+            for artifact in contenders:
+                lanes.append(stack.enter_context(Lane(artifact, threads)))
+                progress.advance(note=artifact.variant.name)
+        racing = lanes
+        timings: list[Timing] = []
+        with step(progress, "benchmark", total=budget_s):
+            for place, shape in enumerate(shapes):
+                share = 1.0 if len(shapes) == 1 else 0.5 if place == 0 else 0.5 / (len(shapes) - 1)
+                timings += _time_shape(racing, shape, tiled(rows, shape), budget_s * share, progress)
+                if place == 0 and finalists is not None:
+                    racing = _finalists(lanes, timings, finalists)
+        footprints = tuple(lane.footprint() for lane in lanes)
+    return Bench(contenders[0].variant.name, tuple(timings), footprints)
+
+
+def _finalists(lanes: list[Lane], timings: list[Timing], count: int) -> list[Lane]:
+    speeds = {timing.variant: timing.p50_ms for timing in timings}
+    others = sorted(lanes[1:], key=lambda lane: speeds[lane.artifact.variant.name])
+    return [lanes[0], *others[:count]]
+
+
+def tiled(rows: Batch, shape: Shape) -> Batch:
+    """A batch of exactly this shape whose tokens are real text, row after row."""
+    values = {name: np.resize(column, shape.tokens) for name, column in rows.values.items()}
+    return Batch(values, np.full(shape.batch, shape.sequence, np.int32))
+
+
+def _time_shape(lanes: list[Lane], shape: Shape, batch: Batch, budget_s: float, progress: Progress) -> list[Timing]:
+    begin = time.perf_counter()
+    for lane in lanes:
+        lane.send(shape, batch)
+    elapsed = time.perf_counter() - begin
+    progress.advance(elapsed, note=str(shape))
+    samples: list[list[float]] = [[] for _ in lanes]
+    medians: list[list[float]] = [[] for _ in lanes]
+    rounds = 0
+    while rounds < _ENOUGH_ROUNDS:
+        turn_start = time.perf_counter()
+        # Each round starts with another contender: none always follows the same one.
+        for place in [(rounds + offset) % len(lanes) for offset in range(len(lanes))]:
+            times = lanes[place].turn(shape)
+            samples[place] += times
+            medians[place].append(float(np.median(times)))
+        rounds += 1
+        took = time.perf_counter() - turn_start
+        progress.advance(took, note=f"{shape}, round {rounds}")
+        if rounds >= _LEAST_ROUNDS and time.perf_counter() - begin + took > budget_s:
+            break
+    baseline = np.asarray(medians[0])
+    result = []
+    for lane, taken, middle in zip(lanes, samples, medians, strict=True):
+        p50, p90, p99 = np.percentile(taken, (50, 90, 99))
+        result.append(
+            Timing(
+                variant=lane.artifact.variant.name,
+                shape=shape,
+                samples=len(taken),
+                rounds=rounds,
+                p50_ms=float(p50),
+                p90_ms=float(p90),
+                p99_ms=float(p99) if len(taken) >= P99_SAMPLES else None,
+                sentences_per_s=shape.batch * 1e3 / float(p50),
+                speedup=median_ratio(baseline, np.asarray(middle)),
+            )
+        )
+    return result
+
+
+class Lane:
+    """The near end of a contender's process."""
+
+    def __init__(self, artifact: Artifact, threads: int | None) -> None:
+        self.artifact = artifact
+        self._threads = threads
+        self._peak = 0
+        self._counts: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        self._errors = tempfile.TemporaryFile()
+        # Its own session: Ctrl-C reaches this process, which then ends the lane.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hasten.measure.lane"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,
+        )
+        artifact = self.artifact
+        opening = Opening(
+            artifact.variant,
+            artifact.signature,
+            str(artifact.directory),
+            dict(artifact.graphs),
+            self._threads,
+        )
+        try:
+            self._load_ms = self._ask(opening, Opened).load_ms
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def send(self, shape: Shape, batch: Batch) -> None:
+        """Hand over a batch, warm up on it, and find how many runs make a turn."""
+        rows = Rows({name: column.tolist() for name, column in batch.values.items()}, batch.lengths.tolist())
+        once = self._run(Turn(str(shape), warm=0, count=1, rows=rows))[0] / 1e3
+        if once < _TURN_S:
+            once = self._run(Turn(str(shape), warm=1, count=1))[0] / 1e3
+        self._counts[str(shape)] = max(1, min(_MOST_PER_TURN, round(_TURN_S / once)))
+
+    def turn(self, shape: Shape) -> list[float]:
+        time.sleep(_SETTLE_S)
+        count = self._counts[str(shape)]
+        # A slow shape needs no second warm run: what it warms lasts a small part of the first.
+        return self._run(Turn(str(shape), warm=_WARM_RUNS if count > 1 else 0, count=count))
+
+    def footprint(self) -> Footprint:
+        return Footprint(self.artifact.variant.name, self._load_ms, self._peak, self.artifact.size_bytes)
+
+    def _run(self, turn: Turn) -> list[float]:
+        times = self._ask(turn, Times)
+        if times.error is not None:
+            raise StageError(f"{self.artifact.variant} failed in the benchmark at {turn.shape}: {times.error}")
+        self._peak = times.peak_memory_bytes
+        return times.ms
+
+    def _ask(self, message: object, kind: type[Message]) -> Message:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            code = self._process.wait()
+            raise StageError(f"the benchmark of {self.artifact.variant} stopped (exit {code}): {self._last_words()}")
+        return msgspec.json.decode(line, type=kind)
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    def _stop(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()

@@ -1,0 +1,91 @@
+"""The gate: a variant that does not answer like the original is not eligible, however fast it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hasten.core.plan import Gate
+from hasten.core.progress import Progress, step
+from hasten.core.report import Agreement, Metric, Verdict
+from hasten.core.tensors import Outputs, Signature
+from hasten.core.variant import Precision
+from hasten.predictor import Predictor
+from hasten.tasks import AnyTask, Encoded, Row
+
+# fp32 differs between runtimes only by the order of additions; past this something is wrong, not imprecise.
+FP32_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What a variant is held against: encoded rows, the original's outputs and, where there are labels, its metric."""
+
+    encoded: Encoded
+    outputs: Outputs
+    gold: Sequence[object] | None = None
+    metric: Metric | None = None
+
+    def first(self, items: int, signature: Signature) -> Outputs:
+        """The outputs of the first items alone."""
+        rows = int((self.encoded.item_of_row < items).sum())
+        tokens = int(self.encoded.batch.lengths[:rows].sum())
+        counts = {spec.name: tokens if spec.is_per_token else rows for spec in signature.outputs}
+        return {name: value[: counts[name]] for name, value in self.outputs.items()}
+
+
+def expect(
+    predictor: Predictor, rows: Sequence[Row], progress: Progress, outputs: Outputs | None = None
+) -> Expectation:
+    """Let the original answer the rows, unless its outputs are given."""
+    task, spec = predictor.task, predictor.spec
+    encoded = predictor.encode(list(rows))
+    gold = task.gold(rows, spec)
+    if outputs is None:
+        outputs = run_rows(predictor, encoded, progress, "reference answers")
+    metric = task.score(outputs, encoded, gold, spec) if gold is not None else None
+    return Expectation(encoded, outputs, gold, metric)
+
+
+def verify(predictor: Predictor, variant: str, expected: Expectation, gate: Gate, progress: Progress) -> Verdict:
+    task, spec = predictor.task, predictor.spec
+    outputs = run_rows(predictor, expected.encoded, progress, f"verify {variant}")
+    agreement = task.agree(outputs, expected.outputs, expected.encoded, spec)
+    metric = None
+    if expected.gold is not None:
+        metric = task.score(outputs, expected.encoded, expected.gold, spec)
+    passed, reason = judge(agreement, metric, expected.metric, predictor.session.spec.precision, gate, task)
+    return Verdict(variant, passed, reason, agreement, metric, expected.metric)
+
+
+def judge(
+    agreement: Agreement,
+    metric: Metric | None,
+    reference: Metric | None,
+    precision: str,
+    gate: Gate,
+    task: AnyTask,
+) -> tuple[bool, str]:
+    """Pass or not, and the sentence that says why."""
+    if not agreement.is_finite:
+        return False, "some outputs are not finite numbers"
+    if precision == Precision.FP32:
+        allowed = FP32_TOLERANCE * max(1.0, agreement.scale)
+        passed = agreement.max_error <= allowed
+        return passed, f"largest error {agreement.max_error:.1e} {_sign(passed)} {allowed:.1e} for fp32"
+    if gate.max_drop is not None and metric is not None and reference is not None:
+        drop = 100 * (reference.value - metric.value)
+        passed = drop <= gate.max_drop + 1e-9
+        return passed, f"{metric.name} drop {drop:.2f} points {_sign(passed)} {gate.max_drop:g}"
+    least = task.min_agreement if gate.min_agreement is None else gate.min_agreement
+    passed = agreement.value >= least
+    return passed, f"{agreement.measure} {agreement.value:.4f} {'≥' if passed else '<'} {least:g}"
+
+
+def _sign(passed: bool) -> str:
+    return "≤" if passed else ">"
+
+
+def run_rows(predictor: Predictor, encoded: Encoded, progress: Progress, what: str) -> Outputs:
+    with step(progress, what, total=len(encoded.batch)):
+        return predictor.outputs(encoded, on_batch=lambda rows: progress.advance(rows))

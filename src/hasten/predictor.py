@@ -1,0 +1,113 @@
+"""A model ready to answer: tokenizer, task and session. What `hasten.load` returns, what measure and server drive."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from hasten.backends import BACKENDS, Artifact, RunOptions, Session
+from hasten.bundle import Bundle, VariantEntry, open_bundle
+from hasten.core.batching import by_length
+from hasten.core.errors import UnsupportedError
+from hasten.core.hardware import this_machine
+from hasten.core.tensors import IntArray, Outputs, gather
+from hasten.core.tokenizer import Tokenizer
+from hasten.tasks import TASKS, Encoded, TaskSpec
+
+logger = logging.getLogger("hasten")
+
+
+class Predictor:
+    """Call it with texts. Safe to share between threads: one runs at a time."""
+
+    def __init__(self, spec: TaskSpec, tokenizer: Tokenizer, session: Session) -> None:
+        self.spec = spec
+        self.task = TASKS.get(spec.name)
+        self.tokenizer = tokenizer
+        self.session = session
+        self._lock = threading.Lock()
+
+    def __call__(self, payload: object, **options: object) -> object:
+        """Answers in the shape of the payload: one text or a list of texts, options as the task knows them."""
+        chosen = self.task.options(self.spec, options)
+        encoded = self.encode(payload, **options)
+        if encoded.truncated:
+            logger.warning("%s", describe_truncation(encoded, self.tokenizer.spec.max_length))
+        answers = self.task.decode(self.outputs(encoded), encoded, chosen)
+        return self.task.present(payload, answers, chosen)
+
+    def encode(self, payload: object, **options: object) -> Encoded:
+        items = self.task.parse(payload)
+        return self.task.encode(items, self.tokenizer, self.task.options(self.spec, options))
+
+    def outputs(
+        self,
+        encoded: Encoded,
+        *,
+        groups: list[IntArray] | None = None,
+        on_batch: Callable[[int], None] | None = None,
+    ) -> Outputs:
+        """Raw outputs in the order of the rows; rows of similar length run together unless `groups` says otherwise."""
+        batch = encoded.batch
+        parts = []
+        for rows in groups if groups is not None else by_length(batch.lengths):
+            with self._lock:
+                outputs = self.session.run(batch if len(rows) == len(batch) == 1 else batch.take(rows))
+            parts.append((rows, outputs))
+            if on_batch is not None:
+                on_batch(len(rows))
+        return gather(parts, batch.lengths, self.session.spec.signature)
+
+    def close(self) -> None:
+        self.session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def describe_truncation(encoded: Encoded, max_length: int) -> str:
+    cut = sorted({int(encoded.item_of_row[row]) + 1 for row in encoded.truncated})
+    which = f"text {cut[0]} was" if len(cut) == 1 else f"{len(cut)} texts (first: {cut[0]}) were"
+    return f"{which} cut to the model's limit of {max_length} tokens"
+
+
+def load(path: Path | str, variant: str | None = None, *, threads: int | None = None) -> Predictor:
+    """Open a bundle. Without a choice, the fastest of its variants that runs on this machine."""
+    return open_predictor(open_bundle(path), variant, RunOptions(threads))
+
+
+def open_predictor(bundle: Bundle, variant: str | None, options: RunOptions) -> Predictor:
+    entry = bundle.entry(variant) if variant else runnable(bundle)
+    return Predictor(bundle.manifest.task, bundle.tokenizer(), open_session(bundle.artifact(entry), options))
+
+
+def open_session(artifact: Artifact, options: RunOptions) -> Session:
+    backend = BACKENDS.get(artifact.variant.backend)
+    support = backend.probe(this_machine(), artifact.variant)
+    if not support.ok:
+        raise UnsupportedError(f"{artifact.variant} does not run here: {support.reason}", hint=support.hint or None)
+    return backend.open(artifact, options)
+
+
+def runnable(bundle: Bundle) -> VariantEntry:
+    """The first variant, in order of speed, that this machine can run; every one passed over is named."""
+    reasons: list[str] = []
+    for entry in bundle.manifest.variants:
+        support = BACKENDS.get(entry.backend).probe(this_machine(), entry.variant)
+        if support.ok:
+            for reason in reasons:
+                logger.warning("using %s, since %s", entry.name, reason)
+            return entry
+        reasons.append(
+            f"{entry.name} does not run here: {support.reason}" + (f" ({support.hint})" * bool(support.hint))
+        )
+    raise UnsupportedError(f"no variant of {bundle.path} runs here: {'; '.join(reasons)}")

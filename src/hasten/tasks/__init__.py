@@ -1,0 +1,162 @@
+"""What a task is. One file per task exposes `TASK`; the file's name is its registry key and its command-line word.
+
+A task turns a payload into rows of tokens and outputs into answers, and judges outputs against a reference (`agree`)
+or against labels (`score`). It knows no runtime and keeps no state: what a model adds is a `TaskSpec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import msgspec
+from tokenizers import Encoding
+
+from hasten.core.errors import InputError
+from hasten.core.registry import Registry, did_you_mean
+from hasten.core.report import Agreement, Metric
+from hasten.core.tensors import Batch, IntArray, Outputs
+from hasten.core.tokenizer import Tokenizer
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+Options = TypeVar("Options")
+Row: TypeAlias = Mapping[str, object]
+
+
+class Pooling(StrEnum):
+    """How token vectors become one: sentence-transformers' names."""
+
+    CLS = "cls"
+    MAX = "max"
+    MEAN = "mean"
+    MEAN_SQRT_LEN = "mean_sqrt_len_tokens"
+    WEIGHTED_MEAN = "weightedmean"
+    LAST_TOKEN = "lasttoken"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpec:
+    """What one model brings to its task; stored in the manifest."""
+
+    name: str
+    labels: tuple[str, ...] = ()
+    problem: str = ""
+    pooling: tuple[Pooling, ...] = ()
+    normalize: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Unpadded rows and which item each belongs to."""
+
+    batch: Batch
+    item_of_row: IntArray
+    items: int
+    truncated: tuple[int, ...]
+    encodings: Sequence[Encoding]
+
+
+class Task(Protocol[Item, Answer, Options]):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def auto_class(self) -> str:
+        """The transformers Auto class that loads a model for this task."""
+        ...
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """How the names of model classes that fit this task end."""
+        ...
+
+    @property
+    def output(self) -> str:
+        """What the graph calls its output, which is also the model's own name for it unless it is pooled."""
+        ...
+
+    @property
+    def min_agreement(self) -> float:
+        """The agreement a variant of reduced precision must keep by default."""
+        ...
+
+    def parse(self, payload: object) -> list[Item]:
+        """Check and normalise what a user sent; raises InputError with the position of the bad item."""
+        ...
+
+    def options(self, spec: TaskSpec, given: Mapping[str, object]) -> Options: ...
+
+    def encode(self, items: Sequence[Item], tokenizer: Tokenizer, options: Options) -> Encoded: ...
+
+    def decode(self, outputs: Outputs, encoded: Encoded, options: Options) -> list[Answer]: ...
+
+    def present(self, payload: object, answers: list[Answer], options: Options) -> object:
+        """The answers in the shape that fits the payload: one for one, a list for a list."""
+        ...
+
+    def sample(self, texts: Sequence[str]) -> list[Row]:
+        """Rows of a data file made from plain texts, to judge a model on when the user has no data."""
+        ...
+
+    def gold(self, rows: Sequence[Row], spec: TaskSpec) -> list[object] | None:
+        """The labels in a data file, or None if it has none."""
+        ...
+
+    def score(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> Metric: ...
+
+    def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement: ...
+
+
+AnyTask: TypeAlias = Task[Any, Any, Any]
+
+TASKS: Registry[AnyTask] = Registry("task", "hasten.tasks", "TASK")
+
+
+def read_options(kind: type[Options], given: Mapping[str, object]) -> Options:
+    """A task's options from keyword arguments or JSON, unknown names and wrong types refused."""
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for name in given:
+        if name not in known:
+            raise InputError(
+                f"unknown option '{name}'{did_you_mean(name, known)}",
+                hint=f"known: {', '.join(known) or 'none'}",
+            )
+    try:
+        return msgspec.convert(dict(given), kind)
+    except msgspec.ValidationError as error:
+        raise InputError(f"bad option: {error}") from error
+
+
+def parse_texts(payload: object) -> list[str | tuple[str, str]]:
+    """Texts and pairs: "…", {"text": …, "text_pair": …}, or a list of those."""
+    if isinstance(payload, list | tuple) and not payload:
+        raise InputError("no text given: the list is empty")
+    entries = payload if isinstance(payload, list | tuple) else [payload]
+    return [_parse_text(entry, place) for place, entry in enumerate(entries, 1)]
+
+
+def _parse_text(entry: object, place: int) -> str | tuple[str, str]:
+    if isinstance(entry, Mapping):
+        if "text" not in entry:
+            raise InputError(f'item {place} has no "text": {{{", ".join(map(str, entry))}}}')
+        pair = entry.get("text_pair")
+        text = _checked(entry["text"], f"text {place}")
+        return text if pair is None else (text, _checked(pair, f"text_pair {place}"))
+    return _checked(entry, f"text {place}")
+
+
+def _checked(text: object, what: str) -> str:
+    if not isinstance(text, str):
+        raise InputError(f"{what} is {type(text).__name__}, not a string")
+    if not text.strip():
+        raise InputError(f"{what} is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what} is not valid Unicode: lone surrogate at character {error.start}") from error
+    return text

@@ -1,0 +1,150 @@
+"""Texts to vectors whose cosine says how alike they are: what sentence-transformers models are for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from hasten.core.errors import InputError
+from hasten.core.report import Agreement, Metric
+from hasten.core.statistics import relative_error, row_cosines, spearman
+from hasten.core.tensors import FloatArray, Outputs
+from hasten.core.tokenizer import Tokenizer
+from hasten.tasks import Encoded, Row, TaskSpec, parse_texts, read_options
+
+EMBEDDING = "embedding"
+
+# Pairs compared when judging whether neighbours stay neighbours: 200 texts give 19,900 of them.
+_COMPARED = 200
+_NEIGHBOURS = 10
+
+Text: TypeAlias = str | tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    prompt_name: str | None = None
+    prompt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    prompt: str
+
+
+class SentenceSimilarity:
+    name = "sentence-similarity"
+    auto_class = "AutoModel"
+    heads = ()
+    output = EMBEDDING
+    min_agreement = 0.999
+
+    def parse(self, payload: object) -> list[Text]:
+        return parse_texts(payload)
+
+    def options(self, spec: TaskSpec, given: Mapping[str, object]) -> Options:
+        asked = read_options(_Given, given)
+        if asked.prompt is not None:
+            return Options(asked.prompt)
+        name = asked.prompt_name or spec.default_prompt
+        if name is None:
+            return Options("")
+        if name not in spec.prompts:
+            raise InputError(
+                f"the model has no prompt '{name}'", hint=f"its prompts: {', '.join(spec.prompts) or 'none'}"
+            )
+        return Options(spec.prompts[name])
+
+    def encode(self, items: Sequence[Text], tokenizer: Tokenizer, options: Options) -> Encoded:
+        """One row a text; a pair is two rows of one item."""
+        texts: list[str] = []
+        owners: list[int] = []
+        for index, item in enumerate(items):
+            for text in (item,) if isinstance(item, str) else item:
+                texts.append(options.prompt + text)
+                owners.append(index)
+        tokens = tokenizer.encode(texts)
+        return Encoded(tokens.batch, np.asarray(owners), len(items), tokens.truncated, tokens.encodings)
+
+    def decode(self, outputs: Outputs, encoded: Encoded, options: Options) -> list[FloatArray | float]:
+        """A vector for a text, the cosine for a pair."""
+        vectors = outputs[EMBEDDING].astype(np.float32, copy=False)
+        if len(vectors) == encoded.items:
+            return list(vectors)
+        starts = np.searchsorted(encoded.item_of_row, np.arange(encoded.items))
+        counts = np.bincount(encoded.item_of_row, minlength=encoded.items)
+        return [
+            vectors[start] if count == 1 else float(row_cosines(vectors[[start]], vectors[[start + 1]])[0])
+            for start, count in zip(starts, counts, strict=True)
+        ]
+
+    def present(self, payload: object, answers: list[FloatArray | float], options: Options) -> object:
+        if not isinstance(payload, list | tuple):
+            return answers[0]
+        return np.stack([np.asarray(answer, np.float32) for answer in answers]) if _are_alike(answers) else answers
+
+    def sample(self, texts: Sequence[str]) -> list[Row]:
+        return [{"text": text} for text in texts]
+
+    def gold(self, rows: Sequence[Row], spec: TaskSpec) -> list[object] | None:
+        if not any("score" in row for row in rows):
+            return None
+        for place, row in enumerate(rows, 1):
+            if not isinstance(row.get("score"), int | float) or "text_pair" not in row:
+                raise InputError(f'row {place} has no "text_pair" with a number in "score"')
+        return [row["score"] for row in rows]
+
+    def score(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> Metric:
+        vectors = outputs[EMBEDDING]
+        similarity = row_cosines(vectors[0::2], vectors[1::2])
+        return Metric("Spearman correlation", spearman(similarity, np.asarray(gold, np.float64)), len(gold))
+
+    def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:
+        ours, theirs = outputs[EMBEDDING].astype(np.float64), reference[EMBEDDING].astype(np.float64)
+        cosines = row_cosines(ours, theirs)
+        near_ours, near_theirs = _similarities(ours[:_COMPARED]), _similarities(theirs[:_COMPARED])
+        upper = np.triu_indices(len(near_ours), 1)
+        return Agreement(
+            measure="mean cosine",
+            value=float(cosines.mean()),
+            rows=len(ours),
+            max_error=float(np.abs(ours - theirs).max()),
+            relative_error=relative_error(ours, theirs),
+            scale=float(np.abs(theirs).max()),
+            is_finite=bool(np.isfinite(ours).all()),
+            cosine_mean=float(cosines.mean()),
+            cosine_min=float(cosines.min()),
+            rank_correlation=spearman(near_ours[upper], near_theirs[upper]) if len(upper[0]) > 1 else None,
+            top_k_overlap=_neighbour_overlap(near_ours, near_theirs),
+            worst=tuple(int(encoded.item_of_row[row]) for row in np.argsort(cosines)[:3]),
+        )
+
+
+def _are_alike(answers: Sequence[FloatArray | float]) -> bool:
+    return len({np.shape(answer) for answer in answers}) == 1
+
+
+def _similarities(vectors: FloatArray) -> FloatArray:
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit = vectors / np.where(norms == 0, 1.0, norms)
+    similarities: FloatArray = unit @ unit.T
+    return similarities
+
+
+def _neighbour_overlap(ours: FloatArray, theirs: FloatArray) -> float | None:
+    """Share of each text's ten nearest neighbours that stay among the ten."""
+    count = len(ours)
+    if count <= _NEIGHBOURS + 1:
+        return None
+    shared = 0
+    for row in range(count):
+        near_ours = set(np.argsort(-ours[row], kind="stable")[: _NEIGHBOURS + 1].tolist()) - {row}
+        near_theirs = set(np.argsort(-theirs[row], kind="stable")[: _NEIGHBOURS + 1].tolist()) - {row}
+        shared += len(near_ours & near_theirs)
+    return shared / (count * _NEIGHBOURS)
+
+
+TASK = SentenceSimilarity()
