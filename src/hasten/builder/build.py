@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hasten import __version__
 from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source
 from hasten.builder.check import check_graph, check_tokenizer
 from hasten.builder.choose import BASELINE, contenders, explain, rank
@@ -29,6 +28,7 @@ from hasten.core.progress import Progress, Silent
 from hasten.core.report import Bench, Candidate, Report, Stage, Status, Verdict
 from hasten.core.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
+from hasten.core.version import __version__
 from hasten.measure.bench import bench
 from hasten.measure.data import read_rows, sample_rows
 from hasten.measure.verify import Expectation, expect, verify

@@ -9,9 +9,8 @@ from typing import Any
 
 from hasten.builder.load import LoadedModel, quiet_libraries
 from hasten.core.errors import StageError, missing_package
-from hasten.core.tensors import BATCH
 
-# The oldest runtime we support (ONNX Runtime 1.14, inside tritonserver 23) reads these; newer ones read everything older.
+# The oldest runtime we support (ONNX Runtime 1.14, in tritonserver of 2023) reads these; newer ones read them too.
 OPSET = 17
 IR_VERSION = 8
 
@@ -100,6 +99,3 @@ def _remove(folder: Path) -> None:
     for file in folder.iterdir():
         file.unlink()
     folder.rmdir()
-
-
-__all__ = ["BATCH", "EXTERNAL_DATA_BYTES", "IR_VERSION", "OPSET", "export"]

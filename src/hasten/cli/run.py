@@ -1,0 +1,111 @@
+"""hasten run BUNDLE TEXT …"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Rows read, answered and printed together: memory stays flat however long the file is.
+_CHUNK = 512
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("text", nargs="*", help="texts to answer")
+    parser.add_argument("--input", metavar="FILE", help="JSON lines to answer, '-' for stdin")
+    parser.add_argument("--variant", help="default: the fastest that runs here")
+    parser.add_argument("--threads", type=int, metavar="N")
+    parser.add_argument(
+        "-O", "--option", action="append", default=[], metavar="NAME=VALUE", help="of the task: -O top_k=3"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    from hasten.cli import console
+    from hasten.core.errors import InputError
+    from hasten.predictor import load
+
+    if bool(args.text) == bool(args.input):
+        raise InputError("give texts, or a file with --input", hint='hasten run BUNDLE "some text"')
+    console.display(args.quiet)
+    options = dict(_option(text) for text in args.option)
+    with load(args.bundle, args.variant, threads=args.threads) as predictor:
+        if args.text:
+            answers = predictor(args.text, **options)
+            if args.json:
+                console.print_json(answers)
+            else:
+                _print_answers(args.text, answers)
+            return 0
+        for rows in _chunks(args.input):
+            for answer in predictor(rows, **options):  # type: ignore[attr-defined]
+                sys.stdout.write(_one_line(answer) + "\n")
+    return 0
+
+
+def _option(text: str) -> tuple[str, object]:
+    from hasten.core.errors import PlanError
+
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise PlanError(f"'{text}' is not NAME=VALUE", hint="-O top_k=3")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _chunks(source: str) -> Iterator[list[object]]:
+    from hasten.core.errors import InputError
+
+    if source != "-" and not Path(source).is_file():
+        raise InputError(f"no file at {source}")
+    with sys.stdin if source == "-" else Path(source).open(encoding="utf-8", newline="\n") as stream:
+        rows: list[object] = []
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise InputError(f"{source}, line {number} is not JSON: {error.msg}") from error
+            if len(rows) == _CHUNK:
+                yield rows
+                rows = []
+        if rows:
+            yield rows
+
+
+def _one_line(answer: Any) -> str:
+    return json.dumps(answer.tolist() if hasattr(answer, "tolist") else answer, ensure_ascii=False)
+
+
+def _print_answers(texts: list[str], answers: Any) -> None:
+    from hasten.cli import console
+
+    if not isinstance(answers, list):
+        _print_vectors(texts, answers)
+        return
+    for text, answer in zip(texts, answers, strict=True):
+        labels = answer if isinstance(answer, list) else [answer]
+        shown = "  ".join(f"[bold]{entry['label']}[/] {entry['score']:.4f}" for entry in labels)
+        console.out.print(shown, f"[dim]{text}[/]", highlight=False)
+
+
+def _print_vectors(texts: list[str], vectors: Any) -> None:
+    import numpy as np
+
+    from hasten.cli import console
+
+    if len(texts) == 1:
+        start = " ".join(f"{value:.4f}" for value in vectors[0][:6])
+        console.out.print(f"{vectors.shape[1]} numbers: {start} …  [dim](--json for all)[/]", highlight=False)
+        return
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    for row, (text, similarities) in enumerate(zip(texts, unit @ unit.T, strict=True), 1):
+        cosines = " ".join(f"{value:5.2f}" for value in similarities)
+        console.out.print(f"{row:>3}  {cosines}  [dim]{text}[/]", highlight=False)

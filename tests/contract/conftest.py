@@ -1,0 +1,87 @@
+"""Short ways to what the contract tests start from: a loaded model, its graphs, a bundle without the benchmark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.backends import Artifact, Dialect
+from hasten.bundle import Bundle
+from hasten.core.report import Bench, Footprint, Timing
+from hasten.core.statistics import Interval
+from hasten.core.tensors import Batch, Shape
+
+Loader = Callable[..., Any]
+QuickBuild = Callable[..., Bundle]
+
+
+@pytest.fixture(scope="session")
+def load_tiny() -> Loader:
+    """A directory as the builder loads it; keywords are the plan's."""
+
+    def load(model: Path, **plan: Any) -> Any:
+        from hasten.builder.load import load_model
+        from hasten.builder.source import find_model
+        from hasten.core.plan import Plan
+
+        wanted = Plan(model=str(model), **plan)
+        return load_model(find_model(wanted), wanted)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def make_graphs() -> Callable[..., dict[Dialect, Path]]:
+    """The graphs of a loaded model, by dialect, the way the build makes them."""
+
+    def make(loaded: Any, folder: Path, *, external_data: bool = False) -> dict[Dialect, Path]:
+        from hasten.builder.export import EXTERNAL_DATA_BYTES, export
+        from hasten.builder.optimize import fuse
+
+        graph, fused = folder / "model.onnx", folder / "fused" / "model.onnx"
+        fused.parent.mkdir()
+        export(loaded, graph, external_data_bytes=0 if external_data else EXTERNAL_DATA_BYTES)
+        fuse(graph, fused, loaded.config, external_data=external_data)
+        return {Dialect.ONNX: graph, Dialect.ORT: fused}
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def texts_file(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[str, ...]) -> Path:
+    """A handful of texts and pairs: the built-in sample has 400, which a hundred builds do not need."""
+    file = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    rows = [{"text": text} for text in corpus] + [{"text": corpus[0], "text_pair": corpus[3]}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="session")
+def quick_build(tmp_path_factory: pytest.TempPathFactory, texts_file: Path) -> QuickBuild:
+    """`hasten.build`, its benchmark answered at once; `speeds` says what each variant would have taken, in ms.
+
+    A real benchmark starts a PyTorch process, ten seconds here. test_build.py runs it where it is the subject.
+    """
+
+    def build(model: Path | str, output: Path | None = None, *, speeds: dict[str, float] | None = None, **options: Any):
+        import hasten
+
+        def timed(contenders: Sequence[Artifact], shapes: Sequence[Shape], rows: Batch, **_: object) -> Bench:
+            names = [artifact.variant.name for artifact in contenders]
+            timings = tuple(_timing(name, shapes[0], (speeds or {}).get(name, 1.0)) for name in names)
+            return Bench(names[0], timings, tuple(Footprint(name, 1.0, 1, 1) for name in names))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hasten.builder.build.bench", timed)
+            target = output or tmp_path_factory.mktemp("bundles") / "bundle"
+            return hasten.build(model, target, **({"data": texts_file} | options))
+
+    return build
+
+
+def _timing(variant: str, shape: Shape, ms: float) -> Timing:
+    return Timing(variant, shape, 1, 1, ms, ms, None, 1e3 / ms, Interval(1.0, 1.0, 1.0))

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasten.core.batching import TOKEN_BUDGET, by_length
+
+lengths = st.lists(st.integers(0, 600), max_size=80).map(lambda values: np.asarray(values, np.int32))
+
+
+@given(lengths, st.integers(1, 1000), st.integers(1, 16))
+def test_every_row_once_and_no_group_too_big(lengths: np.ndarray, budget: int, max_rows: int) -> None:
+    groups = by_length(lengths, budget=budget, max_rows=max_rows)
+    assert sorted(row for group in groups for row in group.tolist()) == list(range(len(lengths)))
+    for group in groups:
+        padded = len(group) * int(lengths[group].max())
+        assert len(group) == 1 or padded <= budget
+        assert 1 <= len(group) <= max_rows
+
+
+@given(lengths)
+def test_neighbours_in_length_run_together_the_longest_first(lengths: np.ndarray) -> None:
+    in_turn = [int(lengths[row]) for group in by_length(lengths) for row in group]
+    assert in_turn == sorted(lengths.tolist(), reverse=True)
+
+
+def test_equal_lengths_keep_their_order_every_time() -> None:
+    groups = [group.tolist() for group in by_length(np.array([4, 9, 4, 4, 9]), budget=18)]
+    assert groups == [[1, 4], [0, 2, 3]]
+
+
+def test_nothing_to_group() -> None:
+    assert by_length(np.zeros(0, np.int32)) == []
+
+
+@pytest.mark.parametrize(("length", "size"), [(32, 64), (128, TOKEN_BUDGET // 128), (TOKEN_BUDGET + 1, 1)])
+def test_default_sizes(length: int, size: int) -> None:
+    groups = by_length(np.full(130, length, np.int32))
+    assert len(groups[0]) == size

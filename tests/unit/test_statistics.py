@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from scipy import stats
+
+from hasten.core.report import Timing
+from hasten.core.statistics import Interval, median_ratio, pearson, ranks, relative_error, row_cosines, spearman
+from hasten.core.tensors import Shape
+
+# Small integers make ties; the fractions between them do not.
+values = st.lists(
+    st.one_of(st.integers(-4, 4).map(float), st.floats(-1e3, 1e3, width=32)), min_size=3, max_size=30
+).map(np.asarray)
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    a = draw(values)
+    b = draw(st.lists(st.integers(-4, 4).map(float), min_size=len(a), max_size=len(a)).map(np.asarray))
+    assume(np.ptp(a) > 1e-3)
+    assume(np.ptp(b) > 0)
+    return a, b
+
+
+@given(values)
+def test_ranks_are_scipys(data: np.ndarray) -> None:
+    assert np.array_equal(ranks(data), stats.rankdata(data))
+
+
+@given(pairs())
+def test_correlations_are_scipys(data: tuple[np.ndarray, np.ndarray]) -> None:
+    a, b = data
+    assert pearson(a, b) == pytest.approx(stats.pearsonr(a, b).statistic, abs=1e-9)
+    assert spearman(a, b) == pytest.approx(stats.spearmanr(a, b).statistic, abs=1e-9)
+
+
+def test_spearman_ranks_single_precision_too() -> None:
+    a = np.array([0.1, 0.3, 0.2], np.float32)
+    assert spearman(a, np.array([1, 3, 2])) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ([2.0, 2.0, 2.0], [2.0, 2.0, 2.0], 1.0),
+        ([2.0, 2.0, 2.0], [3.0, 3.0, 3.0], 0.0),
+        ([2.0, 2.0, 2.0], [1.0, 2.0, 3.0], 0.0),
+        ([5.0], [5.0], 1.0),
+        ([5.0], [7.0], 0.0),
+    ],
+)
+def test_constants_correlate_only_with_themselves(a: list[float], b: list[float], expected: float) -> None:
+    assert pearson(np.array(a), np.array(b)) == expected
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 1.0),
+        ([1.0, 2.0], [3.0, 6.0], 1.0),
+        ([1.0, 2.0], [-1.0, -2.0], -1.0),
+        ([1.0, 0.0], [0.0, 5.0], 0.0),
+        ([0.0, 0.0], [0.0, 0.0], 1.0),
+        ([0.0, 0.0], [1.0, 0.0], 0.0),
+        ([1.0, 0.0], [0.0, 0.0], 0.0),
+        ([1e-30, 0.0], [1e-30, 0.0], 1.0),
+        ([1e30, 0.0], [1e30, 0.0], 1.0),
+    ],
+)
+def test_cosine_of_a_row(a: list[float], b: list[float], expected: float) -> None:
+    found = row_cosines(np.array([a], np.float32), np.array([b], np.float32))
+    assert found == pytest.approx([expected])
+
+
+def test_each_row_has_its_own_cosine() -> None:
+    a = np.array([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
+    b = np.array([[1.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
+    assert row_cosines(a, b) == pytest.approx([1.0, 1.0, np.sqrt(0.5)])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_has_no_cosine_and_spoils_no_other(bad: float) -> None:
+    found = row_cosines(np.array([[bad, 1.0], [1.0, 0.0]]), np.array([[1.0, 1.0], [1.0, 0.0]]))
+    assert np.isnan(found[0])
+    assert found[1] == 1.0
+
+
+def test_relative_error() -> None:
+    assert relative_error(np.array([3.0, 4.0]), np.array([3.0, 4.0])) == 0
+    assert relative_error(np.array([0.0, 5.0]), np.array([0.0, 4.0])) == pytest.approx(0.25)
+    assert np.isfinite(relative_error(np.array([1.0]), np.array([0.0])))
+
+
+def rounds(ratio: float, seed: int, *, count: int = 40) -> tuple[np.ndarray, np.ndarray]:
+    """Times of two contenders that share a machine whose speed drifts threefold, each with noise of its own."""
+    random = np.random.default_rng(seed)
+    drift = np.exp(np.cumsum(random.normal(0, 0.2, count)))
+    return drift * random.lognormal(0, 0.05, count), drift / ratio * random.lognormal(0, 0.05, count)
+
+
+SEEDS = range(200)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 3.0])
+def test_the_interval_holds_the_true_ratio(ratio: float) -> None:
+    intervals = [median_ratio(*rounds(ratio, seed)) for seed in SEEDS]
+    held = [interval.low <= ratio <= interval.high for interval in intervals]
+    # A bootstrapped median of 40 rounds covers a little less than the 95 % it is named for.
+    assert np.mean(held) >= 0.9
+    for interval in intervals:
+        assert interval.low <= interval.value <= interval.high
+        assert interval.high - interval.low < 0.2 * ratio
+
+
+def test_equal_contenders_do_not_differ_significantly() -> None:
+    found = [timing(median_ratio(*rounds(1.0, seed))).is_significant for seed in SEEDS]
+    assert np.mean(found) <= 0.1
+
+
+def test_a_clear_difference_is_significant_either_way() -> None:
+    assert timing(median_ratio(*rounds(1.2, 0))).is_significant
+    assert timing(median_ratio(*rounds(0.8, 0))).is_significant
+
+
+def test_the_same_rounds_give_the_same_interval() -> None:
+    assert median_ratio(*rounds(1.2, 0)) == median_ratio(*rounds(1.2, 0))
+
+
+@pytest.mark.parametrize(("baseline", "expected"), [([2.0], (2, 2, 2)), ([2.0, 4.0], (3, 2, 4))])
+def test_too_few_rounds_give_their_span(baseline: list[float], expected: tuple[float, float, float]) -> None:
+    assert median_ratio(np.array(baseline), np.ones(len(baseline))) == Interval(*expected)
+
+
+def timing(speedup: Interval) -> Timing:
+    return Timing("onnxruntime-fp32", Shape(1, 16), 40, 40, 1.0, 1.0, None, 1000.0, speedup)

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasten.core.tensors import (
+    ATTENTION_MASK,
+    BATCH,
+    SEQUENCE,
+    Batch,
+    DType,
+    Shape,
+    Signature,
+    TensorSpec,
+    gather,
+    pad,
+    real_positions,
+    unpad,
+)
+
+RAGGED = [[5, 6, 7], [8], [9, 10]]
+UNIFORM = [[5, 6], [7, 8], [9, 10]]
+# Neither pad value is zero, and no two dtypes are alike, so that a mix-up shows.
+IDS = TensorSpec("input_ids", DType.INT64, (BATCH, SEQUENCE), pad=3)
+TYPES = TensorSpec("token_type_ids", DType.INT32, (BATCH, SEQUENCE), pad=1)
+MASK = TensorSpec(ATTENTION_MASK, DType.FLOAT16, (BATCH, SEQUENCE))
+PER_ROW = TensorSpec("logits", DType.FLOAT32, (BATCH, 2))
+PER_TOKEN = TensorSpec("hidden", DType.FLOAT32, (BATCH, SEQUENCE, 2))
+
+rows_of_ids = st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9), min_size=1, max_size=9)
+
+
+def signature(*, pads_left: bool = False) -> Signature:
+    return Signature((IDS, TYPES, MASK), (PER_ROW, PER_TOKEN), max_length=16, pads_left=pads_left)
+
+
+def batch_of(rows: list[list[int]]) -> Batch:
+    return Batch.from_rows({"input_ids": rows, "token_type_ids": [[value % 2 for value in row] for row in rows]})
+
+
+def rows_of(batch: Batch, name: str = "input_ids") -> list[list[int]]:
+    return [row.tolist() for row in np.split(batch.values[name], np.cumsum(batch.lengths)[:-1])]
+
+
+def test_a_shape_prints_and_counts() -> None:
+    assert str(Shape(8, 128)) == "8×128"
+    assert Shape(8, 128).tokens == 1024
+
+
+@given(rows_of_ids)
+def test_a_batch_keeps_its_rows(rows: list[list[int]]) -> None:
+    batch = batch_of(rows)
+    assert len(batch) == len(rows)
+    assert batch.tokens == sum(map(len, rows))
+    assert rows_of(batch) == rows
+
+
+def test_a_batch_may_hold_no_rows() -> None:
+    batch = Batch.from_rows({"input_ids": []})
+    assert (len(batch), batch.tokens) == (0, 0)
+
+
+@given(rows_of_ids, st.data())
+def test_take_gives_any_rows_in_any_order(rows: list[list[int]], data: st.DataObject) -> None:
+    picked = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=12))
+    taken = batch_of(rows).take(np.asarray(picked))
+    assert rows_of(taken) == [rows[place] for place in picked]
+    assert rows_of(taken, "token_type_ids") == [[value % 2 for value in rows[place]] for place in picked]
+
+
+def test_take_nothing() -> None:
+    taken = batch_of(RAGGED).take(np.zeros(0, np.int64))
+    assert (len(taken), taken.tokens) == (0, 0)
+    assert set(taken.values) == {"input_ids", "token_type_ids"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "pads_left", "ids", "mask"),
+    [
+        (RAGGED, False, [[5, 6, 7], [8, 3, 3], [9, 10, 3]], [[1, 1, 1], [1, 0, 0], [1, 1, 0]]),
+        (RAGGED, True, [[5, 6, 7], [3, 3, 8], [3, 9, 10]], [[1, 1, 1], [0, 0, 1], [0, 1, 1]]),
+        (UNIFORM, False, UNIFORM, [[1, 1]] * 3),
+        (UNIFORM, True, UNIFORM, [[1, 1]] * 3),
+    ],
+)
+def test_padding_puts_the_pad_value_on_the_models_side(
+    rows: list[list[int]], pads_left: bool, ids: list[list[int]], mask: list[list[int]]
+) -> None:
+    feeds = pad(batch_of(rows), signature(pads_left=pads_left))
+    assert feeds["input_ids"].tolist() == ids
+    assert feeds[ATTENTION_MASK].tolist() == mask
+
+
+@given(rows_of_ids, st.booleans())
+def test_every_feed_has_its_dtype_and_its_own_pad_value(rows: list[list[int]], pads_left: bool) -> None:
+    batch = batch_of(rows)
+    feeds = pad(batch, signature(pads_left=pads_left))
+    real = feeds[ATTENTION_MASK] == 1
+    assert real.sum(axis=1).tolist() == [len(row) for row in rows]
+    for spec in (IDS, TYPES):
+        feed = feeds[spec.name]
+        assert feed.dtype == spec.dtype.value
+        assert feed.shape == (len(rows), max(map(len, rows)))
+        assert np.array_equal(feed[real], batch.values[spec.name])
+        assert (feed[~real] == spec.pad).all()
+    assert feeds[ATTENTION_MASK].dtype == "float16"
+
+
+def test_padding_gives_the_inputs_of_the_signature_alone() -> None:
+    feeds = pad(batch_of(RAGGED), Signature((IDS,), (PER_ROW,), max_length=16))
+    assert list(feeds) == ["input_ids"]
+
+
+def test_padding_no_rows() -> None:
+    feeds = pad(batch_of([]), signature())
+    assert {feed.shape for feed in feeds.values()} == {(0, 0)}
+
+
+@given(rows_of_ids, st.booleans())
+def test_unpad_takes_out_what_pad_put_in(rows: list[list[int]], pads_left: bool) -> None:
+    batch, about = batch_of(rows), signature(pads_left=pads_left)
+    padded = pad(batch, about)["input_ids"].astype(np.float64)
+    per_row = np.arange(2.0 * len(rows)).reshape(-1, 2)
+    outputs = unpad({"logits": per_row, "hidden": np.stack([padded, -padded], axis=-1)}, batch, about)
+    assert outputs["hidden"].shape == (batch.tokens, 2)
+    assert np.array_equal(outputs["hidden"][:, 0], batch.values["input_ids"])
+    assert np.array_equal(outputs["hidden"][:, 1], -outputs["hidden"][:, 0])
+    assert np.array_equal(outputs["logits"], per_row)
+
+
+def test_real_positions() -> None:
+    lengths = np.array([2, 0, 3])
+    assert real_positions(lengths, 3).tolist() == [[True, True, False], [False] * 3, [True] * 3]
+    assert real_positions(lengths, 3, pads_left=True).tolist() == [[False, True, True], [False] * 3, [True] * 3]
+
+
+@given(rows_of_ids, st.data())
+def test_gather_restores_the_order_of_any_grouping(rows: list[list[int]], data: st.DataObject) -> None:
+    order = np.asarray(data.draw(st.permutations(range(len(rows)))))
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(rows) - 1)))) if len(rows) > 1 else [])
+    batch = batch_of(rows)
+
+    def run(part: Batch) -> dict[str, np.ndarray]:
+        sums = np.array([[sum(row), len(row)] for row in rows_of(part)], np.float64)
+        return {"logits": sums, "hidden": np.stack([part.values["input_ids"]] * 2, axis=1).astype(np.float32)}
+
+    parts = [(group, run(batch.take(group))) for group in np.split(order, cuts)]
+    whole = run(batch)
+    gathered = gather(iter(parts), batch.lengths, signature())
+    assert set(gathered) == set(whole)
+    for name, value in whole.items():
+        assert gathered[name].dtype == value.dtype
+        assert np.array_equal(gathered[name], value)

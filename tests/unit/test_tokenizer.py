@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+
+from hasten.core.errors import BundleError
+from hasten.core.tokenizer import Tokenizer, TokenizerSpec, Tokens
+
+BOTH = ("input_ids", "token_type_ids")
+
+
+def words(tokens: Tokens, row: int = 0) -> str:
+    return " ".join(tokens.encodings[row].tokens)
+
+
+def test_rows_are_not_padded(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode(["a b c", "a", "zebra a"])
+    assert tokens.batch.lengths.tolist() == [5, 3, 4]
+    assert tokens.batch.values["input_ids"].tolist() == [2, 4, 5, 6, 3, 2, 4, 3, 2, 1, 4, 3]
+    assert not tokens.batch.values["token_type_ids"].any()
+    assert tokens.truncated == ()
+
+
+def test_pairs_go_through_the_template(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode([("a b", "c"), "a"])
+    assert words(tokens) == "[CLS] a b [SEP] c [SEP]"
+    assert tokens.batch.values["token_type_ids"].tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0]
+
+
+def test_no_texts(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode([])
+    assert len(tokens.batch) == 0
+    assert tokens.truncated == ()
+
+
+def test_the_inputs_are_those_the_model_takes(tokenizer_file: Path) -> None:
+    tokens = Tokenizer.open(tokenizer_file, TokenizerSpec(("input_ids",), 16)).encode(["a"])
+    assert set(tokens.batch.values) == {"input_ids"}
+
+
+def test_padding_and_truncation_in_the_file_are_reset(fast_tokenizer: FastTokenizer, tmp_path: Path) -> None:
+    fast_tokenizer.enable_padding(length=128)
+    fast_tokenizer.enable_truncation(4, strategy="only_first", direction="left")
+    fast_tokenizer.save(str(tmp_path / "fixed.json"))
+    tokens = Tokenizer.open(tmp_path / "fixed.json", TokenizerSpec(BOTH, 8)).encode(["a b c", "a b c d e f g h"])
+    assert words(tokens, 0) == "[CLS] a b c [SEP]"
+    assert words(tokens, 1) == "[CLS] a b c d e f [SEP]"
+    assert tokens.truncated == (1,)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("a b c d", "[CLS] a b c d [SEP]"),
+        ("a b c d e", "[CLS] a b c d [SEP]"),
+        # The longer of the two gives way first, then both.
+        (("a", "b c d e"), "[CLS] a [SEP] b c [SEP]"),
+        (("a b c d", "e"), "[CLS] a b [SEP] e [SEP]"),
+        (("a", "b c"), "[CLS] a [SEP] b c [SEP]"),
+    ],
+)
+def test_truncation_at_six(tokenizer_file: Path, text: str | tuple[str, str], kept: str) -> None:
+    tokens = Tokenizer.open(tokenizer_file, TokenizerSpec(BOTH, 6)).encode([text])
+    assert words(tokens) == kept
+    whole = len(" ".join([text] if isinstance(text, str) else text).split()) + (2 if isinstance(text, str) else 3)
+    assert tokens.truncated == ((0,) if whole > 6 else ())
+
+
+def test_two_long_texts_share_the_room(tokenizer_file: Path) -> None:
+    tokens = Tokenizer.open(tokenizer_file, TokenizerSpec(BOTH, 7)).encode([("a b c d e f", "g h i j k l")])
+    assert words(tokens) == "[CLS] a b [SEP] g h [SEP]"
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [("a b c d e", "[CLS] c d e [SEP]"), (("a b c d", "e"), "[CLS] d [SEP] e [SEP]"), ("a b", "[CLS] a b [SEP]")],
+)
+def test_truncation_on_the_left(tokenizer_file: Path, text: str | tuple[str, str], kept: str) -> None:
+    tokens = Tokenizer.open(tokenizer_file, TokenizerSpec(BOTH, 5, truncates_left=True)).encode([text])
+    assert words(tokens) == kept
+
+
+def test_every_truncated_row_is_reported(tokenizer_file: Path) -> None:
+    tokens = Tokenizer.open(tokenizer_file, TokenizerSpec(BOTH, 4)).encode(["a", "a b c", "a b", "a b c d"])
+    assert tokens.truncated == (1, 3)
+    assert tokens.batch.lengths.tolist() == [3, 4, 4, 4]
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"not json", b'{"version": "1.0", "model": {"type": "Nothing"}}', b"\xff"])
+def test_a_broken_file_is_a_bundle_error(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(content)
+    with pytest.raises(BundleError, match=r"tokenizer\.json is not a tokenizer"):
+        Tokenizer.open(file, TokenizerSpec(BOTH, 16))
+
+
+def test_a_missing_file_is_a_bundle_error(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="is not a tokenizer"):
+        Tokenizer.open(tmp_path / "tokenizer.json", TokenizerSpec(BOTH, 16))
