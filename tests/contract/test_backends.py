@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,14 +26,20 @@ AWKWARD = {
     "ragged": [1, FULL, 3, 17, 2, 30, 9],
 }
 
-# The largest error, as a share of the largest output. The models are random and wide, with nothing trained to be
-# robust, so reduced precisions do far worse here than on a real model: these bounds catch a wrong mask or a lost
-# layer (errors near 1), while how much is too much on a real model is for the gate to say.
-TOLERANCE = {
-    Precision.FP32: 1e-4,  # another order of additions
-    Precision.FP16: 2e-2,  # 11 bits, over two layers
+# fp32 differs by the order of additions alone: the largest error, as a share of the largest output.
+FP32_ERROR = 1e-4
+# Reduced precisions are judged by the norm of the error over the norm of the output. The model is random and wide, not
+# trained to be robust, so they do far worse here than on a real one: these bounds stand between rounding (measured: bf16
+# up to 0.05, int8 up to 0.18) and a fault such as a lost mask (0.6 to 0.8). How much is too much, the gate decides.
+REDUCED_ERROR = {
+    Precision.FP16: 2e-2,  # 11 bits
     Precision.BF16: 1e-1,  # 8 bits
-    Precision.INT8: 4e-1,  # 8 bits for a whole tensor of activations at once
+    Precision.INT8: 4e-1,  # 8 bits, one scale for all activations of a tensor
+}
+
+MARKS = {
+    # torch.compile takes a minute for the first batches, and imports a part of torch that warns about another.
+    "inductor": (pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"))
 }
 
 
@@ -44,8 +49,7 @@ def variants() -> list[Any]:
     for backend in BACKENDS.all():
         offered = backend.variants(this_machine()) if backend.probe(this_machine()).ok else []
         for variant in offered or [Variant(backend.name, Precision.FP32)]:
-            marks = [pytest.mark.slow] if backend.name == "inductor" else []
-            found.append(pytest.param(variant, id=variant.name, marks=marks))
+            found.append(pytest.param(variant, id=variant.name, marks=MARKS.get(backend.name, ())))
     return found
 
 
@@ -129,19 +133,20 @@ def reference(loaded: Any, batch: Batch) -> np.ndarray:
     return torch.cat(answers).numpy()
 
 
-def largest_error(ours: np.ndarray, theirs: np.ndarray) -> float:
-    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+def assert_close(ours: np.ndarray, theirs: np.ndarray, precision: Precision) -> None:
+    assert ours.shape == theirs.shape
+    assert ours.dtype == np.float32
+    if precision.is_reduced:
+        assert np.linalg.norm(ours - theirs) <= REDUCED_ERROR[precision] * np.linalg.norm(theirs)
+    else:
+        assert np.abs(ours - theirs).max() <= FP32_ERROR * np.abs(theirs).max()
 
 
 @pytest.mark.parametrize("lengths", AWKWARD.values(), ids=AWKWARD)
 def test_answers_like_the_reference(session: Session, sources: Any, variant: Variant, lengths: list[int]) -> None:
     loaded, _ = sources["per row"]
     batch = batch_of(lengths)
-    ours = session.run(batch)["logits"]
-    theirs = reference(loaded, batch)
-    assert ours.shape == theirs.shape
-    assert ours.dtype == np.float32
-    assert largest_error(ours, theirs) <= TOLERANCE[variant.precision]
+    assert_close(session.run(batch)["logits"], reference(loaded, batch), variant.precision)
 
 
 def test_outputs_per_token_come_back_unpadded(variant: Variant, sources: Any, tmp_path: Path) -> None:
@@ -152,7 +157,7 @@ def test_outputs_per_token_come_back_unpadded(variant: Variant, sources: Any, tm
     with open_artifact(make(variant, sources, "per token", tmp_path)) as session:
         ours = session.run(batch)["last_hidden_state"]
     assert ours.shape == (batch.tokens, 32)
-    assert largest_error(ours, reference(loaded, batch)) <= TOLERANCE[variant.precision]
+    assert_close(ours, reference(loaded, batch), variant.precision)
 
 
 def test_batched_equals_single(session: Session, variant: Variant) -> None:
@@ -161,7 +166,7 @@ def test_batched_equals_single(session: Session, variant: Variant) -> None:
     batch = batch_of(AWKWARD["ragged"])
     together = session.run(batch)["logits"]
     alone = [session.run(batch.take(np.array([row])))["logits"] for row in range(len(batch))]
-    assert largest_error(together, np.concatenate(alone)) <= TOLERANCE[variant.precision]
+    assert_close(together, np.concatenate(alone), variant.precision)
 
 
 def test_says_what_it_is(session: Session, sources: Any, variant: Variant) -> None:
@@ -212,7 +217,7 @@ def test_a_broken_file_is_a_stage_error(variant: Variant, sources: Any, tmp_path
         else:
             broken = {"garbage": b"not a model" * 100, "truncated": content[: len(content) // 2], "empty": b""}
             file.write_bytes(broken[damage])
-    with pytest.raises(StageError, match=variant.backend if variant.backend == "torch" else ""):
+    with pytest.raises(StageError):
         open_artifact(artifact).run(batch_of([3]))
 
 
@@ -255,7 +260,6 @@ def test_every_offered_variant_runs_here(name: str) -> None:
 def test_a_missing_package_is_answered_with_the_pip_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = BACKENDS.get(name)
     monkeypatch.setattr("hasten.backends.find_spec", lambda package: None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda package, *_: None)
     # A machine without a compiler has another reason to refuse, but the package comes first.
     monkeypatch.setattr("shutil.which", lambda command: None)
     for asked in (None, Variant(name, Precision.FP32)):

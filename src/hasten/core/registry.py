@@ -37,6 +37,10 @@ class Registry(Generic[T]):
             self._loaded[name] = self._load(name)
         return self._loaded[name]
 
+    def add(self, name: str, thing: T) -> None:
+        """For scripts and tests that bring their own without a package."""
+        self._loaded[name] = thing
+
     def all(self) -> list[T]:
         return [self.get(name) for name in self.names()]
 

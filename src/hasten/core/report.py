@@ -66,12 +66,13 @@ class Timing:
     variant: str
     shape: Shape
     samples: int
-    rounds: int
     p50_ms: float
     p90_ms: float
     p99_ms: float | None
     sentences_per_s: float
     speedup: Interval
+    # The median of each round: what ratios are taken of, since noise comes in stretches.
+    round_medians_ms: tuple[float, ...]
 
     @property
     def is_significant(self) -> bool:

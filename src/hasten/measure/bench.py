@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self, TypeVar
@@ -33,6 +33,8 @@ _WARM_RUNS = 2
 _ENOUGH_ROUNDS = 60
 _LEAST_ROUNDS = 2
 
+_LANE = (sys.executable, "-m", "hasten.measure.lane")
+
 Message = TypeVar("Message")
 
 
@@ -44,19 +46,21 @@ def bench(
     budget_s: float,
     threads: int | None,
     finalists: int | None = None,
+    commands: Mapping[str, Sequence[str]] | None = None,
     progress: Progress,
 ) -> Bench:
     """Time contenders at every shape; the first contender is the baseline, the first shape gets half the time.
 
     With `finalists`, only the baseline and that many of the fastest go on to the other shapes. `rows` are real token
     rows, tiled to each shape. The budget counts the timing, not the start of the processes; a shape that does not
-    fit into it still gets its least number of rounds.
+    fit into it still gets its least number of rounds. `commands` start other lane programs for some contenders.
     """
     with ExitStack() as stack:
         with step(progress, "start benchmark processes", total=len(contenders)):
             lanes = []
             for artifact in contenders:
-                lanes.append(stack.enter_context(Lane(artifact, threads)))
+                command = (commands or {}).get(artifact.variant.name, _LANE)
+                lanes.append(stack.enter_context(Lane(artifact, threads, command)))
                 progress.advance(note=artifact.variant.name)
         racing = lanes
         timings: list[Timing] = []
@@ -112,12 +116,12 @@ def _time_shape(lanes: list[Lane], shape: Shape, batch: Batch, budget_s: float, 
                 variant=lane.artifact.variant.name,
                 shape=shape,
                 samples=len(taken),
-                rounds=rounds,
                 p50_ms=float(p50),
                 p90_ms=float(p90),
                 p99_ms=float(p99) if len(taken) >= P99_SAMPLES else None,
                 sentences_per_s=shape.batch * 1e3 / float(p50),
                 speedup=median_ratio(baseline, np.asarray(middle)),
+                round_medians_ms=tuple(round(value, 4) for value in middle),
             )
         )
     return result
@@ -126,8 +130,9 @@ def _time_shape(lanes: list[Lane], shape: Shape, batch: Batch, budget_s: float, 
 class Lane:
     """The near end of a contender's process."""
 
-    def __init__(self, artifact: Artifact, threads: int | None) -> None:
+    def __init__(self, artifact: Artifact, threads: int | None, command: Sequence[str]) -> None:
         self.artifact = artifact
+        self._command = command
         self._threads = threads
         self._peak = 0
         self._counts: dict[str, int] = {}
@@ -136,7 +141,7 @@ class Lane:
         self._errors = tempfile.TemporaryFile()
         # Its own session: Ctrl-C reaches this process, which then ends the lane.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "hasten.measure.lane"],
+            list(self._command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

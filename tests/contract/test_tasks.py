@@ -1,0 +1,310 @@
+"""A bundle answers what the library people know answers: transformers' pipeline, sentence-transformers' encode."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hasten
+from hasten.core.errors import InputError
+
+LONG = "the cat sat on the mat and a dog ran across the green field " * 12
+
+
+def assert_same(ours: object, theirs: object, tolerance: float) -> None:
+    """The same structure, the same labels, scores within the tolerance."""
+    if isinstance(theirs, list):
+        assert isinstance(ours, list)
+        assert len(ours) == len(theirs)
+        for our, their in zip(ours, theirs, strict=True):
+            assert_same(our, their, tolerance)
+    elif isinstance(theirs, dict):
+        assert isinstance(ours, dict)
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert_same(ours[key], value, tolerance)
+    elif isinstance(theirs, float):
+        assert isinstance(ours, float)
+        assert ours == pytest.approx(theirs, abs=tolerance)
+    else:
+        assert ours == theirs
+
+
+# ---- text-classification
+
+CLASSIFIERS: dict[str, dict[str, Any]] = {
+    "bert": {"architecture": "bert"},
+    "distilbert": {"architecture": "distilbert"},
+    "roberta": {"architecture": "roberta"},
+    "electra": {"architecture": "electra"},
+    "multi-label": {"problem": "multi_label_classification"},
+    "regression": {"problem": "regression", "labels": ("rating",)},
+    "one label": {"labels": ("spam",)},
+}
+PAYLOADS: dict[str, Any] = {
+    "a text": "the cat sat on the mat",
+    "a list of one": ["the cat sat on the mat"],
+    "a list": ["rain", "what a wonderful film, I would watch it again tomorrow", "a dog", "Ein Übergröße-Test, 42 €"],
+    "an object": {"text": "the plot is dull"},
+    "a pair": {"text": "is this the right answer?", "text_pair": "prices rose by three percent"},
+    "a list of pairs": [
+        {"text": "old books", "text_pair": "the sea"},
+        {"text": "the acting is worse", "text_pair": "a wonderful film, again and again"},
+    ],
+    "texts and pairs": [{"text": "a dog ran"}, {"text": "a dog ran", "text_pair": "after the red ball"}],
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "all labels": {"top_k": None},
+    "top 1": {"top_k": 1},
+    "top 2": {"top_k": 2},
+    "more than there are": {"top_k": 99},
+    "raw": {"function_to_apply": "none", "top_k": None},
+    "sigmoid": {"function_to_apply": "sigmoid", "top_k": None},
+    "softmax": {"function_to_apply": "softmax"},
+}
+
+
+@dataclass
+class Classifier:
+    predictor: hasten.Predictor
+    pipeline: Any
+
+
+@pytest.fixture(scope="module", params=list(CLASSIFIERS.values()), ids=list(CLASSIFIERS))
+def classifier(request: pytest.FixtureRequest, tiny_classifier: Any, quick_build: Any) -> Classifier:
+    import transformers
+
+    model = tiny_classifier(**request.param)
+    bundle = quick_build(model, variants=["onnxruntime-fp32"])
+    return Classifier(hasten.load(bundle.path), transformers.pipeline("text-classification", str(model), device="cpu"))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_classifies_like_the_pipeline(classifier: Classifier, payload: str, options: str) -> None:
+    asked, how = PAYLOADS[payload], OPTIONS[options]
+    assert_same(classifier.predictor(asked, **how), classifier.pipeline(asked, **how), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [LONG, {"text": LONG, "text_pair": "short"}, {"text": "short", "text_pair": LONG}, {"text": LONG, "text_pair": LONG}],
+    ids=["text", "long first", "long second", "long both"],
+)
+def test_too_long_a_text_is_cut_at_the_models_real_limit(
+    classifier: Classifier, payload: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tokenizers say nothing about a limit, and RoBERTa's table of positions is two longer than its texts."""
+    assert classifier.predictor.tokenizer.spec.max_length == 64
+    with caplog.at_level(logging.WARNING, "hasten"):
+        ours = classifier.predictor([payload])
+    assert_same(ours, classifier.pipeline([payload], truncation=True, max_length=64), 1e-4)
+    assert "cut to the model's limit of 64 tokens" in caplog.text
+
+
+def test_a_short_text_is_not_reported_as_cut(classifier: Classifier, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "hasten"):
+        classifier.predictor("the cat")
+    assert not caplog.records
+
+
+def test_the_smaller_limit_counts(tiny_classifier: Any, load_tiny: Any, tmp_path: Path) -> None:
+    import shutil
+
+    import transformers
+
+    model = shutil.copytree(tiny_classifier("bert"), tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(model, model_max_length=24).save_pretrained(model)
+    assert load_tiny(model).signature.max_length == 24
+
+
+@pytest.mark.parametrize(
+    ("payload", "options"),
+    [
+        ([], {}),
+        ("", {}),
+        ([" \n"], {}),
+        (7, {}),
+        ({"txt": "a"}, {}),
+        (["a", None], {}),
+        ("a", {"top_k": 0}),
+        ("a", {"top_k": "two"}),
+        ("a", {"function_to_apply": "tanh"}),
+        ("a", {"topk": 1}),
+    ],
+)
+def test_what_cannot_be_classified_is_an_input_error(
+    classifier: Classifier, payload: object, options: dict[str, Any]
+) -> None:
+    with pytest.raises(InputError):
+        classifier.predictor(payload, **options)
+
+
+def test_extreme_scores_raise_no_warning(classifier: Classifier) -> None:
+    """Warnings are errors here: a logit of ±200 overflows a sigmoid written without care."""
+    task, predictor = classifier.predictor.task, classifier.predictor
+    encoded = predictor.encode(["a", "b"])
+    logits = np.array([[-200.0], [200.0]], np.float32) * np.ones((1, len(predictor.spec.labels)), np.float32)
+    options = task.options(predictor.spec, {"function_to_apply": "sigmoid", "top_k": 1})
+    low, high = (answer[0]["score"] for answer in task.decode({"logits": logits}, encoded, options))
+    assert (low, high) == pytest.approx((0.0, 1.0))
+
+
+def test_threads_may_share_a_predictor(classifier: Classifier, corpus: tuple[str, ...]) -> None:
+    alone = [classifier.predictor(text) for text in corpus]
+    found: dict[int, object] = {}
+
+    def ask(place: int) -> None:
+        found[place] = [classifier.predictor(text) for text in corpus]
+
+    threads = [threading.Thread(target=ask, args=(place,)) for place in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found[place] == alone for place in range(4))
+
+
+# ---- sentence-similarity
+
+TEXTS = ["rain", "The Cat sat on the MAT", "a dog ran across the green field after the red ball", LONG]
+QUERY = {"query": "find: ", "document": ""}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    **{name: {"pooling": name} for name in ("mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens")},
+    "several": {"pooling": ["lasttoken", "mean"]},
+    "older flags": {
+        "pooling": {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True, "pooling_mode_max_tokens": False}
+    },
+    "any length": {"modules": ()},
+    "any length, max": {"modules": (), "pooling": "max"},
+    "dense": {"modules": ("Dense", "Normalize")},
+    "two dense": {
+        "modules": ("Dense", "Dense"),
+        "dense": {"out_features": 32, "bias": False, "activation_function": "torch.nn.modules.activation.GELU"},
+    },
+    "linear": {"modules": ("Dense",), "dense": {"activation_function": "torch.nn.modules.linear.Identity"}},
+    "prompts": {"prompts": QUERY},
+    "default prompt": {"prompts": QUERY, "default_prompt_name": "query"},
+    "default prompt that is empty": {"prompts": QUERY, "default_prompt_name": "document"},
+    "lowercased": {"cased": True, "do_lower_case": True},
+    "cased": {"cased": True},
+    "no limit of its own": {"max_seq_length": None},
+    "a limit beyond the tokenizer's": {"max_seq_length": 48, "tokenizer_max_length": 16},
+}
+# What a graph of pooling, dense layers and one final normalisation does not compute. Answering otherwise is not a way out.
+BEYOND: dict[str, dict[str, Any]] = {
+    "normalized before a dense layer": {"modules": ("Normalize", "Dense")},
+    "a residual around a dense layer": {"modules": ("Dense",), "dense": {"out_features": 32, "use_residual": True}},
+    "a prompt left out of the pooling": {"pooling": {"pooling_mode": "mean", "include_prompt": False}},
+}
+
+
+@dataclass
+class Embedder:
+    predictor: hasten.Predictor
+    original: Any
+
+    def assert_same(self, texts: str | list[str], **options: Any) -> None:
+        ours, theirs = self.predictor(texts, **options), self.original.encode(texts, **options)
+        assert isinstance(ours, np.ndarray)
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        # Absolute for vectors of length one; sums over tokens grow, and their rounding with them.
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * max(1.0, np.abs(theirs).max()))
+
+
+def sentence_transformer(model: Path) -> Any:
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(model), device="cpu", local_files_only=True)
+
+
+@pytest.fixture(scope="module")
+def embedders(tiny_embedder: Any, quick_build: Any) -> Any:
+    """By the name of a layout, each built once."""
+    built: dict[str, Embedder] = {}
+
+    def get(layout: str) -> Embedder:
+        if layout not in built:
+            model = tiny_embedder(**(LAYOUTS | BEYOND)[layout])
+            bundle = quick_build(model, variants=["onnxruntime-fp32"])
+            built[layout] = Embedder(hasten.load(bundle.path), sentence_transformer(model))
+        return built[layout]
+
+    return get
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_embeds_like_sentence_transformers(embedders: Any, layout: str) -> None:
+    embedders(layout).assert_same(TEXTS)
+
+
+@pytest.mark.parametrize("layout", BEYOND)
+def test_a_layout_beyond_us_is_refused_or_right(embedders: Any, layout: str) -> None:
+    try:
+        embedder = embedders(layout)
+    except hasten.UnsupportedError:
+        return
+    embedder.assert_same(TEXTS)
+
+
+def test_a_text_is_a_vector_and_a_list_a_matrix(embedders: Any) -> None:
+    embedder = embedders("mean")
+    embedder.assert_same("rain")
+    embedder.assert_same(["rain"])
+
+
+@pytest.mark.parametrize("name", ["query", "document"])
+def test_prompts_by_name(embedders: Any, name: str) -> None:
+    embedders("prompts").assert_same(TEXTS, prompt_name=name)
+
+
+def test_a_prompt_of_ones_own(embedders: Any) -> None:
+    embedders("prompts").assert_same(TEXTS, prompt="translate: ")
+
+
+def test_a_prompt_changes_the_answer(embedders: Any) -> None:
+    predictor = embedders("prompts").predictor
+    assert not np.allclose(predictor("rain"), predictor("rain", prompt_name="query"), atol=1e-3)
+
+
+def test_an_unknown_prompt_is_an_input_error(embedders: Any) -> None:
+    with pytest.raises(InputError, match="query"):
+        embedders("prompts").predictor("rain", prompt_name="qery")
+
+
+@pytest.mark.parametrize("layout", ["mean", "any length"])
+def test_a_pair_is_answered_with_its_cosine(embedders: Any, layout: str) -> None:
+    from sentence_transformers.util import cos_sim
+
+    embedder = embedders(layout)
+    pairs = [{"text": "the cat", "text_pair": "a dog"}, {"text": "rain", "text_pair": "rain"}]
+    theirs = [float(cos_sim(*embedder.original.encode([pair["text"], pair["text_pair"]]))) for pair in pairs]
+    assert embedder.predictor(pairs[0]) == pytest.approx(theirs[0], abs=1e-5)
+    np.testing.assert_allclose(embedder.predictor(pairs), theirs, atol=1e-5)
+
+
+def test_lowercasing_is_what_the_layout_says(embedders: Any) -> None:
+    lower, cased = embedders("lowercased").predictor, embedders("cased").predictor
+    np.testing.assert_array_equal(lower("THE CAT"), lower("the cat"))
+    assert not np.allclose(cased("THE CAT"), cased("the cat"), atol=1e-3)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
+def test_pooling_can_be_given_where_there_is_no_layout(
+    tiny_embedder: Any, quick_build: Any, tmp_path: Path, pooling: str
+) -> None:
+    import shutil
+
+    model = shutil.copytree(
+        tiny_embedder(), tmp_path / "model", ignore=shutil.ignore_patterns("modules.json", "1_*", "2_*", "*sentence*")
+    )
+    bundle = quick_build(model, variants=["onnxruntime-fp32"], pooling=pooling)
+    theirs = sentence_transformer(tiny_embedder(pooling=pooling, modules=(), max_seq_length=64))
+    np.testing.assert_allclose(hasten.load(bundle.path)(TEXTS), theirs.encode(TEXTS), atol=3e-5)
