@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import string
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -221,15 +223,17 @@ def _tokenizer(architecture: str, *, cased: bool, max_length: int | None) -> Any
         learned = json.loads(byte_level.to_str())["model"]
         merges = [tuple(merge) for merge in learned["merges"]]
         return transformers.RobertaTokenizer(vocab=learned["vocab"], merges=merges, model_max_length=max_length)
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    pieces = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
-    pieces.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=not cased)
-    pieces.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    trainer = tokenizers.trainers.WordPieceTrainer(vocab_size=190, special_tokens=special, show_progress=False)
-    pieces.train_from_iterator(CORPUS, trainer)
     kinds = {"bert": "BertTokenizer", "distilbert": "DistilBertTokenizer", "electra": "ElectraTokenizer"}
     kind = getattr(transformers, kinds[architecture])
-    return kind(vocab=pieces.get_vocab(), do_lower_case=not cased, model_max_length=max_length)
+    return kind(vocab=_word_pieces(), do_lower_case=not cased, model_max_length=max_length)
+
+
+def _word_pieces() -> dict[str, int]:
+    """Letters and the words of the corpus. Not trained: WordPieceTrainer breaks ties differently in each run."""
+    letters = sorted({*string.ascii_letters, *string.digits, *".,?!:"})
+    words = sorted({word for line in CORPUS for word in re.findall(r"\w\w+", line.lower())})
+    pieces = [*letters, *(f"##{letter}" for letter in string.ascii_letters), *words]
+    return {piece: place for place, piece in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces])}
 
 
 def _save_dense(folder: Path, about: dict[str, object]) -> None:

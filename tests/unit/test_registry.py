@@ -76,6 +76,11 @@ def test_a_broken_plugin_is_named(fruits: Registry[str], install: Callable[[str]
         fruits.get("durian")
 
 
+def test_a_script_may_bring_its_own(fruits: Registry[str]) -> None:
+    fruits.add("fig", "a fig of one's own")
+    assert fruits.get("fig") == "a fig of one's own"
+
+
 def test_an_unknown_name_gets_a_guess_and_the_list(fruits: Registry[str]) -> None:
     with pytest.raises(PlanError) as caught:
         fruits.get("aple")

@@ -96,9 +96,7 @@ def test_prompts_stand_before_the_text(
     assert encoded.items == 2
 
 
-@pytest.mark.parametrize(
-    ("spec", "hint"), [(PROMPTED, "its prompts: query, passage"), (SPEC, "its prompts: none")]
-)
+@pytest.mark.parametrize(("spec", "hint"), [(PROMPTED, "its prompts: query, passage"), (SPEC, "its prompts: none")])
 def test_an_unknown_prompt_is_answered_with_the_known(spec: TaskSpec, hint: str) -> None:
     with pytest.raises(InputError, match="the model has no prompt 'qeury'") as caught:
         TASK.options(spec, {"prompt_name": "qeury"})
@@ -106,7 +104,8 @@ def test_an_unknown_prompt_is_answered_with_the_known(spec: TaskSpec, hint: str)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [({"promt": "x"}, "unknown option 'promt': did you mean 'prompt'?"), ({"prompt": 3}, "bad option")]
+    ("given", "said"),
+    [({"promt": "x"}, "unknown option 'promt': did you mean 'prompt'?"), ({"prompt": 3}, "bad option")],
 )
 def test_bad_options_are_refused(given: dict[str, object], said: str) -> None:
     with pytest.raises(InputError) as caught:

@@ -88,7 +88,9 @@ def test_every_truncated_row_is_reported(tokenizer_file: Path) -> None:
     assert tokens.batch.lengths.tolist() == [3, 4, 4, 4]
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"not json", b'{"version": "1.0", "model": {"type": "Nothing"}}', b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"not json", b'{"version": "1.0", "model": {"type": "Nothing"}}', b"\xff"]
+)
 def test_a_broken_file_is_a_bundle_error(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_bytes(content)

@@ -43,7 +43,7 @@ def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERN
             torch.onnx.export(
                 module,
                 tuple(example[name] for name in names),
-                parts / file.name,
+                str(parts / file.name),  # a string: only then does it write weights beside a graph past 2 GiB
                 dynamo=False,
                 opset_version=OPSET,
                 input_names=names,
@@ -58,7 +58,7 @@ def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERN
             module.eval()
     graph = onnx.load(parts / file.name)
     graph.ir_version = IR_VERSION
-    is_large = graph.ByteSize() > external_data_bytes
+    is_large = sum(part.stat().st_size for part in parts.iterdir()) > external_data_bytes
     onnx.save_model(
         graph,
         file,

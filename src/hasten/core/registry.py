@@ -16,8 +16,17 @@ T = TypeVar("T")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    """The known word that looks like it, or whose letters it abbreviates: 'onx' means 'onnxruntime'."""
+    names = list(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if not close and len(word) >= 2:
+        close = [name for name in names if name.startswith(word[0]) and _abbreviates(word, name)]
     return f": did you mean '{close[0]}'?" if close else ""
+
+
+def _abbreviates(word: str, name: str) -> bool:
+    letters = iter(name)
+    return all(letter in letters for letter in word)
 
 
 @dataclass

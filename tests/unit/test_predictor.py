@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hasten.backends import RunOptions
+from hasten.bundle import Bundle, Manifest
+from hasten.core.errors import InputError, PlanError, UnsupportedError
+from hasten.core.tensors import Batch, Outputs
+from hasten.core.tokenizer import Tokenizer
+from hasten.predictor import Predictor, load, open_predictor, runnable
+from hasten.tasks import TASKS, TaskSpec
+
+MakePredictor = Callable[..., Predictor]
+Answer = Callable[[np.ndarray], Sequence[float]]
+
+# Lengths from one to twelve words, shuffled: enough rows for several batches.
+TEXTS = [" ".join("abcdefghijklmnop"[place % 5 :][: (place * 7) % 12 + 1]) for place in range(150)]
+
+
+# --- answering
+
+
+def test_answers_come_in_the_order_of_the_texts(
+    make_predictor: MakePredictor, embedder: TaskSpec, expected_answer: Answer, tokenizer: Tokenizer
+) -> None:
+    predictor = make_predictor(embedder)
+    expected = [expected_answer(np.asarray(encoding.ids)) for encoding in tokenizer.encode(TEXTS).encodings]
+    assert np.allclose(predictor(TEXTS), expected)  # type: ignore[arg-type]
+    batches = predictor.session.batches  # type: ignore[attr-defined]
+    assert len(batches) > 1
+    assert sum(map(len, batches)) == len(TEXTS)
+    # Rows of similar length run together: within a batch none is twice as long as another and four more.
+    assert all(batch.lengths.max() <= 2 * batch.lengths.min() + 4 for batch in batches)
+
+
+def test_the_caller_may_group_the_rows(make_predictor: MakePredictor, embedder: TaskSpec) -> None:
+    predictor = make_predictor(embedder)
+    encoded = predictor.encode(TEXTS[:5])
+    groups = [np.array([3, 0]), np.array([4]), np.array([1, 2])]
+    seen: list[int] = []
+    grouped = predictor.outputs(encoded, groups=groups, on_batch=seen.append)
+    assert seen == [2, 1, 2]
+    assert np.array_equal(grouped["embedding"], predictor.outputs(encoded)["embedding"])
+
+
+def test_options_reach_the_task(make_predictor: MakePredictor, classifier: TaskSpec) -> None:
+    predictor = make_predictor(classifier, lambda _: [1.0, 3.0, 2.0])
+    assert predictor("a", top_k=2, function_to_apply="none") == [
+        {"label": "fair", "score": 3.0},
+        {"label": "good", "score": 2.0},
+    ]
+    assert [label["label"] for label in predictor("a")] == ["fair"]  # type: ignore[attr-defined]
+    assert predictor({"text": "a", "text_pair": "b"})["label"] == "fair"  # type: ignore[index]
+
+
+def test_options_change_what_is_encoded(make_predictor: MakePredictor, embedder: TaskSpec) -> None:
+    predictor = make_predictor(embedder)
+    assert np.array_equal(predictor("a", prompt_name="query"), predictor("q a"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("payload", "options", "said"),
+    [(["a", ""], {}, "text 2 is empty"), ("a", {"topk": 1}, "did you mean 'top_k'"), ("a", {"top_k": 0}, "top_k is 0")],
+)
+def test_a_bad_request_never_reaches_the_session(
+    make_predictor: MakePredictor, classifier: TaskSpec, payload: object, options: dict[str, object], said: str
+) -> None:
+    predictor = make_predictor(classifier)
+    with pytest.raises(InputError, match=said):
+        predictor(payload, **options)
+    assert predictor.session.batches == []  # type: ignore[attr-defined]
+
+
+LONG = " ".join("abcdefghijklmnopqrst")
+
+
+@pytest.mark.parametrize(
+    ("payload", "said"),
+    [
+        (["a", LONG, "b"], "text 2 was cut to the model's limit of 16 tokens"),
+        (["a", LONG, LONG], "2 texts (first: 2) were cut to the model's limit of 16 tokens"),
+        # Both halves of one pair are one item.
+        ({"text": LONG, "text_pair": LONG}, "text 1 was cut to the model's limit of 16 tokens"),
+    ],
+)
+def test_truncation_is_told(
+    make_predictor: MakePredictor, embedder: TaskSpec, caplog: pytest.LogCaptureFixture, payload: object, said: str
+) -> None:
+    make_predictor(embedder)(payload)
+    assert [(record.name, record.levelno, record.getMessage()) for record in caplog.records] == [
+        ("hasten", logging.WARNING, said)
+    ]
+
+
+def test_nothing_is_told_of_texts_that_fit(
+    make_predictor: MakePredictor, embedder: TaskSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_predictor(embedder)(["a b c", "d"])
+    assert caplog.records == []
+
+
+def test_a_predictor_closes_its_session(make_predictor: MakePredictor, classifier: TaskSpec) -> None:
+    with make_predictor(classifier) as predictor:
+        assert not predictor.session.is_closed  # type: ignore[attr-defined]
+    assert predictor.session.is_closed  # type: ignore[attr-defined]
+
+
+def test_an_unknown_task_is_refused(make_predictor: MakePredictor) -> None:
+    with pytest.raises(PlanError, match="unknown task 'text-clasification': did you mean 'text-classification'"):
+        make_predictor(TaskSpec("text-clasification"))
+
+
+# --- threads
+
+
+def test_one_thread_runs_at_a_time(make_predictor: MakePredictor, embedder: TaskSpec) -> None:
+    predictor = make_predictor(embedder)
+    session = predictor.session
+    run, meeting, met = session.run, threading.Barrier(2), []
+
+    def run_and_meet(batch: Batch) -> Outputs:
+        """Two threads inside at once would meet here; one alone gives up, and the barrier stays broken."""
+        try:
+            meeting.wait(timeout=0.2)
+            met.append(True)
+        except threading.BrokenBarrierError:
+            pass
+        return run(batch)
+
+    session.run = run_and_meet  # type: ignore[method-assign]
+    alone = {text: make_predictor(embedder)([text]) for text in ("a b", "c")}
+    answers: dict[str, object] = {}
+    threads = [threading.Thread(target=lambda text=text: answers.update({text: predictor([text])})) for text in alone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not met
+    assert all(np.array_equal(answers[text], alone[text]) for text in alone)  # type: ignore[arg-type]
+
+
+def test_an_error_in_one_thread_does_not_lock_out_the_next(
+    make_predictor: MakePredictor, embedder: TaskSpec, expected_answer: Answer
+) -> None:
+    predictor = make_predictor(embedder, lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        predictor("a")
+    predictor.session.answer = expected_answer  # type: ignore[attr-defined]
+    assert predictor("a") is not None
+
+
+# --- opening a bundle
+
+TOY = """
+import numpy as np
+
+from hasten.backends import Dialect, PaddedSession
+from hasten.core.errors import StageError
+from hasten.core.tensors import Layout, SessionSpec
+from hasten.core.variant import Support
+
+
+class ToySession(PaddedSession):
+    def __init__(self, artifact, options):
+        self.spec = SessionSpec(artifact.signature, Layout.PACKED, "cpu", artifact.variant.precision)
+        self.threads = options.thread_count
+        self.graph = artifact.path().read_bytes()
+
+    def run(self, batch):
+        return {"logits": np.eye(3, dtype=np.float32)[batch.lengths % 3]}
+
+
+class Toy:
+    name = "hastentoy"
+    requires = ()
+    extra = None
+    dialect = Dialect.ONNX
+    is_stored = True
+
+    def probe(self, machine, variant=None):
+        if variant is not None and variant.device != "cpu":
+            return Support.no("it has no toys for '" + variant.device + "'", "buy some")
+        return Support.yes()
+
+    def variants(self, machine):
+        return ()
+
+    def make(self, source, variant, directory):
+        raise StageError("toys are not made here")
+
+    def open(self, artifact, options):
+        return ToySession(artifact, options)
+
+
+BACKEND = Toy()
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Another package's backend, installed as pip would: no runtime is needed to open a bundle with it."""
+    info = tmp_path / "site" / "hasten_toy-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hasten-toy\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hasten.backends]\nhastentoy = hasten_toy_backend:BACKEND\n")
+    (info.parent / "hasten_toy_backend.py").write_text(TOY)
+    monkeypatch.syspath_prepend(info.parent)
+    yield "hastentoy"
+    sys.modules.pop("hasten_toy_backend", None)
+
+
+@pytest.fixture
+def bundle_of(tmp_path: Path, write_bundle: Callable[..., Bundle], make_manifest: Callable[..., Manifest]):
+    return lambda *variants: write_bundle(tmp_path / "of", make_manifest(*variants))
+
+
+def test_load_answers_from_the_bundle_alone(toy: str, bundle_of: Callable[..., Bundle]) -> None:
+    bundle = bundle_of(f"{toy}-int8", f"{toy}-fp32")
+    with load(bundle.path, threads=3) as predictor:
+        assert predictor.session.spec.precision == "int8"
+        assert predictor.session.threads == 3  # type: ignore[attr-defined]
+        assert predictor.session.graph == b"graph"  # type: ignore[attr-defined]
+        assert predictor.spec == bundle.manifest.task
+        assert predictor.task is TASKS.get("text-classification")
+        assert [answer["label"] for answer in predictor(["a", "a b", "a b c"])] == ["bad", "fair", "good"]  # type: ignore[attr-defined]
+
+
+def test_load_a_variant_by_name(toy: str, bundle_of: Callable[..., Bundle]) -> None:
+    path = str(bundle_of(f"{toy}-int8", f"{toy}-fp32").path)
+    assert load(path, f"{toy}-fp32").session.spec.precision == "fp32"
+
+
+def test_an_unknown_variant_is_answered_with_the_known(bundle: Bundle) -> None:
+    with pytest.raises(PlanError, match="holds no variant 'onnxruntime-in8': did you mean 'onnxruntime-int8'"):
+        load(bundle.path, "onnxruntime-in8")
+
+
+def test_a_variant_asked_for_that_does_not_run_here_is_an_error(toy: str, bundle_of: Callable[..., Bundle]) -> None:
+    bundle = bundle_of(f"{toy}-fp32@moon", f"{toy}-fp32")
+    with pytest.raises(UnsupportedError, match="fp32@moon does not run here: it has no toys for 'moon'") as caught:
+        open_predictor(bundle, f"{toy}-fp32@moon", RunOptions())
+    assert caught.value.hint == "buy some"
+
+
+def test_a_variant_passed_over_is_named(
+    toy: str, bundle_of: Callable[..., Bundle], caplog: pytest.LogCaptureFixture
+) -> None:
+    bundle = bundle_of(f"{toy}-fp16@moon", f"{toy}-int8@mars", f"{toy}-fp32")
+    assert runnable(bundle).name == f"{toy}-fp32"
+    moon, mars = [record.getMessage() for record in caplog.records]
+    assert f"using {toy}-fp32, since {toy}-fp16@moon does not run here" in moon
+    assert f"{toy}-int8@mars" in mars
+
+
+def test_a_variant_of_an_unknown_backend_is_passed_over(
+    toy: str, bundle_of: Callable[..., Bundle], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Built with a plugin that is not installed here: the next variant still runs."""
+    bundle = bundle_of("pluginelsewhere-fp32", f"{toy}-fp32")
+    assert runnable(bundle).name == f"{toy}-fp32"
+    assert "pluginelsewhere" in caplog.text
+
+
+def test_a_bundle_of_which_nothing_runs_says_why_for_each(toy: str, bundle_of: Callable[..., Bundle]) -> None:
+    bundle = bundle_of(f"{toy}-fp16@moon", f"{toy}-int8@mars")
+    with pytest.raises(UnsupportedError, match=r"'moon'.*'mars'"):
+        runnable(bundle)

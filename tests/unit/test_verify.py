@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from hasten.core.plan import Gate
+from hasten.core.progress import Silent
+from hasten.core.report import Agreement, Metric, Verdict
+from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Signature, TensorSpec
+from hasten.measure.verify import FP32_TOLERANCE, Expectation, expect, judge, verify
+from hasten.predictor import Predictor
+from hasten.tasks import TASKS, Encoded, TaskSpec
+
+TASK = TASKS.get("text-classification")
+ROWS = [{"text": text} for text in ("a b", "c", "d e f g h", "i", "j k", "l m n", "o p", "q")]
+
+MakePredictor = Callable[..., Predictor]
+Answer = Callable[[np.ndarray], Sequence[float]]
+
+
+class Recorder(Silent):
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, float | None]] = []
+        self.advanced = 0.0
+        self.finished = 0
+
+    def start(self, what: str, total: float | None = None) -> None:
+        self.steps.append((what, total))
+
+    def advance(self, amount: float = 1, note: str | None = None) -> None:
+        self.advanced += amount
+
+    def finish(self, note: str = "") -> None:
+        self.finished += 1
+
+
+def agreement(value: float = 1.0, *, max_error: float = 0.0, scale: float = 1.0, is_finite: bool = True) -> Agreement:
+    return Agreement("same label", value, 100, max_error, 0.0, scale, is_finite)
+
+
+def accuracy(value: float) -> Metric:
+    return Metric("accuracy", value, 100)
+
+
+# --- judge
+
+
+@pytest.mark.parametrize(
+    ("error", "scale", "passed"),
+    [
+        (FP32_TOLERANCE, 1.0, True),
+        (FP32_TOLERANCE * 1.01, 1.0, False),
+        (FP32_TOLERANCE, 0.01, True),  # small values do not make the bound smaller
+        (FP32_TOLERANCE * 50, 50.0, True),
+        (FP32_TOLERANCE * 51, 50.0, False),
+    ],
+)
+def test_fp32_is_held_to_the_size_of_its_values(error: float, scale: float, passed: bool) -> None:
+    found, reason = judge(agreement(max_error=error, scale=scale), None, None, "fp32", Gate(), TASK)
+    assert found is passed
+    assert ("≤" if passed else ">") in reason
+    assert "for fp32" in reason
+
+
+def test_fp32_must_be_equal_though_the_labels_are() -> None:
+    assert not judge(agreement(1.0, max_error=0.5), None, None, "fp32", Gate(min_agreement=0.0), TASK)[0]
+    assert judge(agreement(1.0, max_error=0.5), None, None, "fp16", Gate(), TASK)[0]
+
+
+@pytest.mark.parametrize(
+    ("gate", "value", "passed", "said"),
+    [
+        (Gate(), TASK.min_agreement, True, "≥ 0.995"),
+        (Gate(), 0.9, False, "< 0.995"),
+        (Gate(min_agreement=0.9), 0.9, True, "≥ 0.9"),
+        (Gate(min_agreement=0.9), 0.89, False, "< 0.9"),
+        (Gate(min_agreement=0), 0.0, True, "≥ 0"),
+        (Gate(min_agreement=1), 0.9999, False, "< 1"),
+    ],
+)
+def test_reduced_precision_must_agree(gate: Gate, value: float, passed: bool, said: str) -> None:
+    found, reason = judge(agreement(value), None, None, "int8", gate, TASK)
+    assert found is passed
+    assert said in reason
+
+
+def test_a_refusal_never_reads_as_if_it_had_passed() -> None:
+    passed, reason = judge(agreement(0.99496), None, None, "int8", Gate(), TASK)
+    assert not passed
+    assert "0.9950 < 0.995" not in reason
+
+
+@pytest.mark.parametrize(
+    ("value", "passed", "said"),
+    [
+        (0.90, True, "accuracy drop 0.00 points ≤ 1"),
+        (0.95, True, "accuracy drop -5.00 points ≤ 1"),
+        (0.89, True, "accuracy drop 1.00 points ≤ 1"),
+        (0.88, False, "accuracy drop 2.00 points > 1"),
+    ],
+)
+def test_with_labels_the_drop_decides(value: float, passed: bool, said: str) -> None:
+    found = judge(agreement(0.5), accuracy(value), accuracy(0.9), "int8", Gate(max_drop=1), TASK)
+    assert found == (passed, said)
+
+
+def test_labels_without_a_bound_on_the_drop_leave_it_to_the_agreement() -> None:
+    assert not judge(agreement(0.5), accuracy(0.9), accuracy(0.9), "int8", Gate(), TASK)[0]
+
+
+def test_asked_for_both_a_variant_must_keep_both() -> None:
+    both = Gate(min_agreement=0.99, max_drop=1.0)
+    assert judge(agreement(0.99), accuracy(0.9), accuracy(0.9), "int8", both, TASK)[0]
+    assert not judge(agreement(0.99), accuracy(0.8), accuracy(0.9), "int8", both, TASK)[0]
+    assert not judge(agreement(0.5), accuracy(0.9), accuracy(0.9), "int8", both, TASK)[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("gate", [Gate(min_agreement=0.0), Gate(max_drop=100.0)])
+def test_what_is_not_finite_never_passes(precision: str, gate: Gate) -> None:
+    found = judge(agreement(is_finite=False), accuracy(1.0), accuracy(1.0), precision, gate, TASK)
+    assert found == (False, "some outputs are not finite numbers")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_reference_that_is_not_finite_passes_nothing(precision: str) -> None:
+    broken = agreement(float("nan"), max_error=float("nan"), scale=float("nan"))
+    assert not judge(broken, None, None, precision, Gate(min_agreement=0.0), TASK)[0]
+
+
+def test_the_drop_of_a_verdict() -> None:
+    assert Verdict("x", True, "", agreement(), accuracy(0.88), accuracy(0.9)).drop == pytest.approx(2.0)
+    assert Verdict("x", True, "", agreement()).drop is None
+
+
+# --- expect and verify
+
+
+@pytest.fixture
+def expected(make_predictor: MakePredictor, classifier: TaskSpec) -> Expectation:
+    return expect(make_predictor(classifier), ROWS, Silent())
+
+
+def test_the_original_answers_the_rows(expected: Expectation, expected_answer: Answer) -> None:
+    ids = np.split(expected.encoded.batch.values["input_ids"], np.cumsum(expected.encoded.batch.lengths)[:-1])
+    assert np.allclose(expected.outputs["logits"], [expected_answer(row) for row in ids])
+    assert (expected.gold, expected.metric) == (None, None)
+
+
+def test_given_outputs_are_not_computed_again(make_predictor: MakePredictor, classifier: TaskSpec) -> None:
+    predictor = make_predictor(classifier)
+    given = {"logits": np.zeros((len(ROWS), 3), np.float32)}
+    assert expect(predictor, ROWS, Silent(), given).outputs is given
+    assert predictor.session.batches == []  # type: ignore[attr-defined]
+
+
+def test_labels_make_a_metric(make_predictor: MakePredictor, classifier: TaskSpec) -> None:
+    predictor = make_predictor(classifier, lambda _: [0.0, 0.0, 1.0])
+    labelled = [{**row, "label": label} for row, label in zip(ROWS, ["good", "bad"] * 4, strict=True)]
+    found = expect(predictor, labelled, Silent())
+    assert found.gold == [2, 0] * 4
+    assert found.metric == Metric("accuracy", 0.5, 8)
+    better = verify(predictor, "onnxruntime-fp32", found, Gate(), Silent())
+    assert better.metric == found.metric
+    assert better.drop == 0
+
+
+def test_progress_counts_the_rows(make_predictor: MakePredictor, classifier: TaskSpec) -> None:
+    predictor, progress = make_predictor(classifier), Recorder()
+    found = expect(predictor, ROWS, progress)
+    verify(predictor, "onnxruntime-fp32", found, Gate(), progress)
+    assert progress.steps == [("reference answers", len(ROWS)), ("verify onnxruntime-fp32", len(ROWS))]
+    assert progress.advanced == 2 * len(ROWS)
+    assert progress.finished == 2
+
+
+def test_the_same_model_passes(expected: Expectation, make_predictor: MakePredictor, classifier: TaskSpec) -> None:
+    verdict = verify(make_predictor(classifier), "onnxruntime-fp32", expected, Gate(), Silent())
+    assert verdict.passed
+    assert verdict.variant == "onnxruntime-fp32"
+    assert (verdict.agreement.flips, verdict.agreement.rows) == (0, len(ROWS))
+
+
+@pytest.mark.parametrize(("precision", "passed"), [("fp32", False), ("int8", True)])
+def test_a_small_error_passes_by_what_the_session_computes_in(
+    expected: Expectation,
+    make_predictor: MakePredictor,
+    classifier: TaskSpec,
+    expected_answer: Answer,
+    precision: str,
+    passed: bool,
+) -> None:
+    predictor = make_predictor(classifier, lambda row: [value + 0.01 for value in expected_answer(row)], precision)
+    # The name claims fp32; the session knows better.
+    assert verify(predictor, "onnxruntime-fp32", expected, Gate(), Silent()).passed is passed
+
+
+def test_a_flip_is_refused_unless_allowed(
+    expected: Expectation, make_predictor: MakePredictor, classifier: TaskSpec, expected_answer: Answer
+) -> None:
+    second = expected.encoded.batch.take(np.array([1])).values["input_ids"]
+    predictor = make_predictor(
+        classifier,
+        lambda row: expected_answer(row)[::-1] if np.array_equal(row, second) else expected_answer(row),
+        "int8",
+    )
+    verdict = verify(predictor, "x-int8", expected, Gate(), Silent())
+    assert not verdict.passed
+    assert (verdict.agreement.flips, verdict.agreement.worst[0]) == (1, 1)
+    assert verify(predictor, "x-int8", expected, Gate(min_agreement=0.8), Silent()).passed
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_model_that_overflows_is_refused(
+    expected: Expectation, make_predictor: MakePredictor, classifier: TaskSpec, bad: float
+) -> None:
+    verdict = verify(make_predictor(classifier, lambda _: [bad, 0.0, 1.0], "fp16"), "x", expected, Gate(), Silent())
+    assert (verdict.passed, verdict.reason) == (False, "some outputs are not finite numbers")
+
+
+def test_the_outputs_of_the_first_items() -> None:
+    """Rows for what is per row, tokens for what is per token; an item may be two rows."""
+    signature = Signature(
+        (),
+        (
+            TensorSpec("embedding", DType.FLOAT32, (BATCH, 1)),
+            TensorSpec("hidden", DType.FLOAT32, (BATCH, SEQUENCE, 1)),
+        ),
+        max_length=16,
+    )
+    batch = Batch.from_rows({"input_ids": [[1, 2], [3], [4, 5, 6]]})
+    encoded = Encoded(batch, np.array([0, 0, 1]), 2, (), ())
+    found = Expectation(encoded, {"embedding": np.arange(3.0)[:, None], "hidden": np.arange(6.0)[:, None]})
+    first = found.first(1, signature)
+    assert first["embedding"].tolist() == [[0], [1]]
+    assert first["hidden"].tolist() == [[0], [1], [2]]
+    assert len(found.first(2, signature)["hidden"]) == 6
