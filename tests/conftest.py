@@ -125,9 +125,7 @@ def tiny_embedder(tmp_path_factory: pytest.TempPathFactory) -> EmbedderFactory:
                 _save_dense(folder / path, dense or {})
         listed = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(chain)]
         _write(folder / "modules.json", listed)
-        _write(
-            folder / "sentence_bert_config.json", {"max_seq_length": max_seq_length, "do_lower_case": do_lower_case}
-        )
+        _write(folder / "sentence_bert_config.json", {"max_seq_length": max_seq_length, "do_lower_case": do_lower_case})
         _write(
             folder / "config_sentence_transformers.json",
             {"prompts": prompts or {}, "default_prompt_name": default_prompt_name, "similarity_fn_name": "cosine"},

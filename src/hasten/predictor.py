@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from hasten.backends import BACKENDS, Artifact, RunOptions, Session
 from hasten.bundle import Bundle, VariantEntry, open_bundle
@@ -31,18 +31,18 @@ class Predictor:
         self.session = session
         self._lock = threading.Lock()
 
-    def __call__(self, payload: object, **options: object) -> object:
+    def __call__(self, payload: object, **given: object) -> Any:
         """Answers in the shape of the payload: one text or a list of texts, options as the task knows them."""
-        chosen = self.task.options(self.spec, options)
-        encoded = self.encode(payload, **options)
+        options = self.task.options(self.spec, given)
+        encoded = self.task.encode(self.task.parse(payload), self.tokenizer, options)
         if encoded.truncated:
             logger.warning("%s", describe_truncation(encoded, self.tokenizer.spec.max_length))
-        answers = self.task.decode(self.outputs(encoded), encoded, chosen)
-        return self.task.present(payload, answers, chosen)
+        answers = self.task.decode(self.outputs(encoded), encoded, options)
+        return self.task.present(payload, answers, options)
 
-    def encode(self, payload: object, **options: object) -> Encoded:
-        items = self.task.parse(payload)
-        return self.task.encode(items, self.tokenizer, self.task.options(self.spec, options))
+    def encode(self, payload: object) -> Encoded:
+        """Rows of tokens, the task's options at their defaults: what verification runs on."""
+        return self.task.encode(self.task.parse(payload), self.tokenizer, self.task.options(self.spec, {}))
 
     def outputs(
         self,

@@ -126,7 +126,9 @@ def reference(loaded: Any, batch: Batch) -> np.ndarray:
     answers = []
     ends = np.cumsum(batch.lengths)
     for start, end in zip(ends - batch.lengths, ends, strict=True):
-        feeds = {name: torch.tensor(column[start:end], dtype=torch.int64)[None] for name, column in batch.values.items()}
+        feeds = {
+            name: torch.tensor(column[start:end], dtype=torch.int64)[None] for name, column in batch.values.items()
+        }
         with torch.inference_mode():
             output = loaded.module.model(**feeds)
         answers.append(output.logits if "logits" in output else output.last_hidden_state[0])

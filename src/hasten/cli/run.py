@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
                 _print_answers(args.text, answers)
             return 0
         for rows in _chunks(args.input):
-            for answer in predictor(rows, **options):  # type: ignore[attr-defined]
+            for answer in predictor(rows, **options):
                 sys.stdout.write(_one_line(answer) + "\n")
     return 0
 

@@ -1,0 +1,46 @@
+"""What serving a bundle costs in imports, seen in a fresh process: neither PyTorch nor transformers, nor a rival runtime."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from hasten.backends import BACKENDS
+from hasten.core.variant import Precision, Variant
+
+HEAVY = {"torch", "transformers", "onnx", "sentence_transformers", "huggingface_hub", "safetensors"}
+
+
+def modules_after(code: str, *arguments: str) -> set[str]:
+    """The top-level modules that code adds to those of a bare interpreter."""
+    program = f"import sys; before = set(sys.modules)\n{code}\nimport json\nprint(json.dumps(list(set(sys.modules) - before)))"
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    return {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
+
+
+def test_importing_hasten_imports_no_library() -> None:
+    found = modules_after("import hasten; dir(hasten); hasten.__version__")
+    assert found - set(sys.stdlib_module_names) == {"hasten"}
+
+
+@pytest.mark.parametrize("backend", [backend.name for backend in BACKENDS.all() if backend.is_stored])
+@pytest.mark.parametrize("task", ["text-classification", "sentence-similarity"])
+def test_answering_imports_only_its_runtime(
+    task: str, backend: str, quick_build: Any, tiny_classifier: Any, tiny_embedder: Any
+) -> None:
+    from hasten.core.hardware import this_machine
+
+    variant = Variant(backend, Precision.FP32)
+    support = BACKENDS.get(backend).probe(this_machine(), variant)
+    if not support.ok:
+        pytest.skip(f"{variant}: {support.reason}")
+    model = tiny_classifier("bert") if task == "text-classification" else tiny_embedder()
+    bundle = quick_build(model, variants=[variant.name])
+    found = modules_after("import hasten; hasten.load(sys.argv[1])(['a text', 'another'])", str(bundle.path))
+    others = {package for other in BACKENDS.all() for package in other.requires} - set(BACKENDS.get(backend).requires)
+    assert found & set(BACKENDS.get(backend).requires)
+    assert not found & (HEAVY | others)
