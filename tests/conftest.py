@@ -1,4 +1,4 @@
-"""Markers by folder, an offline environment, and the models tests share: tiny ones made here, real ones from outside."""
+"""Markers by folder, an offline environment, and the models tests share: tiny ones, made here, and real ones."""
 
 from __future__ import annotations
 

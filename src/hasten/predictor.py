@@ -12,10 +12,11 @@ from typing import Any, Self
 from hasten.backends import BACKENDS, Artifact, RunOptions, Session
 from hasten.bundle import Bundle, VariantEntry, open_bundle
 from hasten.core.batching import by_length
-from hasten.core.errors import UnsupportedError
+from hasten.core.errors import HastenError, UnsupportedError
 from hasten.core.hardware import this_machine
 from hasten.core.tensors import IntArray, Outputs, gather
 from hasten.core.tokenizer import Tokenizer
+from hasten.core.variant import Support
 from hasten.tasks import TASKS, Encoded, TaskSpec
 
 logger = logging.getLogger("hasten")
@@ -98,11 +99,19 @@ def open_session(artifact: Artifact, options: RunOptions) -> Session:
     return backend.open(artifact, options)
 
 
+def probe(entry: VariantEntry) -> Support:
+    """Whether a bundle's variant runs here; the backend of a package that is not installed says no like any other."""
+    try:
+        return BACKENDS.get(entry.backend).probe(this_machine(), entry.variant)
+    except HastenError as error:
+        return Support.no(error.message)
+
+
 def runnable(bundle: Bundle) -> VariantEntry:
     """The first variant, in order of speed, that this machine can run; every one passed over is named."""
     reasons: list[str] = []
     for entry in bundle.manifest.variants:
-        support = BACKENDS.get(entry.backend).probe(this_machine(), entry.variant)
+        support = probe(entry)
         if support.ok:
             for reason in reasons:
                 logger.warning("using %s, since %s", entry.name, reason)

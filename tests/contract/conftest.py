@@ -13,7 +13,7 @@ from hasten.backends import Artifact, Dialect
 from hasten.bundle import Bundle
 from hasten.core.report import Bench, Footprint, Timing
 from hasten.core.statistics import Interval
-from hasten.core.tensors import Batch, Shape
+from hasten.core.tensors import Shape
 
 Loader = Callable[..., Any]
 QuickBuild = Callable[..., Bundle]
@@ -53,7 +53,7 @@ def make_graphs() -> Callable[..., dict[Dialect, Path]]:
 
 @pytest.fixture(scope="session")
 def texts_file(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[str, ...]) -> Path:
-    """A handful of texts and pairs: the built-in sample has 400, which a hundred builds do not need."""
+    """A handful of texts and pairs: the built-in sample has 400, which fifty builds do not need."""
     file = tmp_path_factory.mktemp("data") / "texts.jsonl"
     rows = [{"text": text} for text in corpus] + [{"text": corpus[0], "text_pair": corpus[3]}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -70,7 +70,7 @@ def quick_build(tmp_path_factory: pytest.TempPathFactory, texts_file: Path) -> Q
     def build(model: Path | str, output: Path | None = None, *, speeds: dict[str, float] | None = None, **options: Any):
         import hasten
 
-        def timed(contenders: Sequence[Artifact], shapes: Sequence[Shape], rows: Batch, **_: object) -> Bench:
+        def timed(contenders: Sequence[Artifact], shapes: Sequence[Shape], *_: object, **__: object) -> Bench:
             names = [artifact.variant.name for artifact in contenders]
             timings = tuple(_timing(name, shapes[0], (speeds or {}).get(name, 1.0)) for name in names)
             return Bench(names[0], timings, tuple(Footprint(name, 1.0, 1, 1) for name in names))

@@ -29,8 +29,8 @@ AWKWARD = {
 # fp32 differs by the order of additions alone: the largest error, as a share of the largest output.
 FP32_ERROR = 1e-4
 # Reduced precisions are judged by the norm of the error over the norm of the output. The model is random and wide, not
-# trained to be robust, so they do far worse here than on a real one: these bounds stand between rounding (measured: bf16
-# up to 0.05, int8 up to 0.18) and a fault such as a lost mask (0.6 to 0.8). How much is too much, the gate decides.
+# trained to be robust, so they do far worse here than on a real one: these bounds stand between rounding (measured:
+# bf16 up to 0.05, int8 up to 0.18) and a fault such as a lost mask (0.6 to 0.8). What is too much, the gate decides.
 REDUCED_ERROR = {
     Precision.FP16: 2e-2,  # 11 bits
     Precision.BF16: 1e-1,  # 8 bits
@@ -48,8 +48,10 @@ def variants() -> list[Any]:
     found = []
     for backend in BACKENDS.all():
         offered = backend.variants(this_machine()) if backend.probe(this_machine()).ok else []
-        for variant in offered or [Variant(backend.name, Precision.FP32)]:
-            found.append(pytest.param(variant, id=variant.name, marks=MARKS.get(backend.name, ())))
+        found += [
+            pytest.param(variant, id=variant.name, marks=MARKS.get(backend.name, ()))
+            for variant in offered or [Variant(backend.name, Precision.FP32)]
+        ]
     return found
 
 
@@ -261,9 +263,9 @@ def test_every_offered_variant_runs_here(name: str) -> None:
 @pytest.mark.parametrize("name", BACKENDS.names())
 def test_a_missing_package_is_answered_with_the_pip_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = BACKENDS.get(name)
-    monkeypatch.setattr("hasten.backends.find_spec", lambda package: None)
+    monkeypatch.setattr("hasten.backends.find_spec", lambda _: None)
     # A machine without a compiler has another reason to refuse, but the package comes first.
-    monkeypatch.setattr("shutil.which", lambda command: None)
+    monkeypatch.setattr("shutil.which", lambda _: None)
     for asked in (None, Variant(name, Precision.FP32)):
         support = backend.probe(this_machine(), asked)
         assert not support.ok

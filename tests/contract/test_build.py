@@ -51,7 +51,7 @@ def stages(bundle: Bundle) -> dict[str, tuple[str, ...]]:
 
 @pytest.fixture(scope="module")
 def default(tiny_classifier: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Everything as it comes: every variant this machine has, the built-in sample, a real benchmark, though a short one."""
+    """Everything as it comes: every variant this machine has, the built-in sample, a real though short benchmark."""
     target = tmp_path_factory.mktemp("default") / "bundle"
     return hasten.build(tiny_classifier("bert"), target, bench_budget_s=0.5, batch_size=(1, 2, 4), seq_len=(4, 8, 99))
 
@@ -605,9 +605,9 @@ class Wrong:
 
 
 FAULTS: dict[str, tuple[Callable[[Any, Batch], Any], str]] = {
-    "a constant off": (lambda logits, batch: logits + 0.1, "differs"),
-    "not finite": (lambda logits, batch: logits * np.nan, "not finite"),
-    "a row lost": (lambda logits, batch: logits[:1], "shape"),
+    "a constant off": (lambda logits, _: logits + 0.1, "differs"),
+    "not finite": (lambda logits, _: logits * np.nan, "not finite"),
+    "a row lost": (lambda logits, _: logits[:1], "shape"),
     "a batch size frozen": (lambda logits, batch: logits[:1].repeat(len(batch), 0), "differs"),
     "wrong at the full length": (lambda logits, batch: logits + (batch.lengths.max() == 64), "differs"),
     "wrong for one token": (lambda logits, batch: logits + (batch.lengths.max() == 1), "differs"),
@@ -648,7 +648,7 @@ def test_a_precision_that_is_only_a_label_is_refused(
     tiny_classifier: Any, quick_build: Any, no_leftovers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OpenVINO takes a precision as a hint; what it really runs in is what counts."""
-    monkeypatch.setattr("hasten.backends.openvino._executed_precision", lambda compiled: "fp16")
+    monkeypatch.setattr("hasten.backends.openvino._executed_precision", lambda _: "fp16")
     with pytest.raises(StageError, match="really computes in fp16"):
         quick_build(tiny_classifier("bert"), no_leftovers, variants=["openvino-fp32"])
 

@@ -195,7 +195,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "no limit of its own": {"max_seq_length": None},
     "a limit beyond the tokenizer's": {"max_seq_length": 48, "tokenizer_max_length": 16},
 }
-# What a graph of pooling, dense layers and one final normalisation does not compute. Answering otherwise is not a way out.
+# More than pooling, dense layers and one final normalisation: to be refused or computed, never approximated.
 BEYOND: dict[str, dict[str, Any]] = {
     "normalized before a dense layer": {"modules": ("Normalize", "Dense")},
     "a residual around a dense layer": {"modules": ("Dense",), "dense": {"out_features": 32, "use_residual": True}},

@@ -1,4 +1,4 @@
-"""What serving a bundle costs in imports, seen in a fresh process: neither PyTorch nor transformers, nor a rival runtime."""
+"""What serving a bundle imports, seen in a fresh process: not PyTorch, not transformers, not another runtime."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAVY = {"torch", "transformers", "onnx", "sentence_transformers", "huggingface_
 
 def modules_after(code: str, *arguments: str) -> set[str]:
     """The top-level modules that code adds to those of a bare interpreter."""
-    program = f"import sys; before = set(sys.modules)\n{code}\nimport json\nprint(json.dumps(list(set(sys.modules) - before)))"
+    program = f"import json, sys\nbefore = set(sys.modules)\n{code}\nprint(json.dumps([*set(sys.modules) - before]))"
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
     return {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
 

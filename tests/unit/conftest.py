@@ -17,7 +17,7 @@ from hasten.backends import MODEL, Artifact
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
 from hasten.core.hardware import Machine
-from hasten.core.plan import Plan
+from hasten.core.plan import Gate, Plan
 from hasten.core.report import Agreement, Bench, Report
 from hasten.core.tensors import (
     ATTENTION_MASK,
@@ -182,8 +182,7 @@ def make_manifest(classifier: TaskSpec, machine: Machine) -> Callable[..., Manif
             signature=signature_for("logits"),
             graphs={MODEL: "graph/model.onnx"},
             variants=tuple(entries),
-            min_agreement=0.995,
-            max_drop=None,
+            gate=Gate(min_agreement=0.995),
             machine=machine,
             files={},
         )

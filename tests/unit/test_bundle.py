@@ -146,7 +146,7 @@ USES: dict[str, Callable[[Bundle], object]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "use"), USES.items())
+@pytest.mark.parametrize(("name", "use"), USES.items(), ids=USES)
 def test_a_missing_file(bundle: Bundle, name: str, use: Callable[[Bundle], object]) -> None:
     (bundle.path / name).unlink()
     for attempt in (use, Bundle.check):
@@ -154,7 +154,7 @@ def test_a_missing_file(bundle: Bundle, name: str, use: Callable[[Bundle], objec
             attempt(bundle)
 
 
-@pytest.mark.parametrize(("name", "use"), USES.items())
+@pytest.mark.parametrize(("name", "use"), USES.items(), ids=USES)
 def test_a_changed_file(bundle: Bundle, name: str, use: Callable[[Bundle], object]) -> None:
     file = bundle.path / name
     content = file.read_bytes()

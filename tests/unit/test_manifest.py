@@ -10,6 +10,7 @@ import pytest
 from hasten.bundle import Bundle, Manifest, open_bundle
 from hasten.bundle.manifest import SCHEMA
 from hasten.core.errors import BundleError
+from hasten.core.plan import Gate
 from hasten.core.variant import Precision, Variant
 
 Edit = Callable[[dict], object]
@@ -57,7 +58,7 @@ def test_a_gate_given_in_whole_numbers_is_not_a_change(
     gate: dict[str, float],
 ) -> None:
     """`hasten.build(…, min_agreement=1)` hands the builder an int."""
-    written = write_bundle(tmp_path / "whole", make_manifest(**gate))
+    written = write_bundle(tmp_path / "whole", make_manifest(gate=Gate(**gate)))
     assert open_bundle(written.path).manifest == written.manifest
 
 
@@ -97,22 +98,23 @@ def test_a_truncated_manifest(bundle: Bundle, share: float) -> None:
         open_bundle(bundle.path)
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda raw: raw.update(variants="onnxruntime-int8"),
-        lambda raw: raw.update(files=None),
-        lambda raw: raw.update(min_agreement="0.995"),
-        lambda raw: raw.pop("signature"),
-        lambda raw: raw["variants"][0].update(precision="fp7"),
-        lambda raw: raw["signature"]["inputs"][0].update(dtype="complex64"),
-        lambda raw: raw["machine"].update(cores=2.5),
-        lambda raw: raw.update(schema="1"),
-        lambda raw: raw.update(schema=None),
-        lambda raw: raw.update(schema=0),
-        lambda raw: raw.update(schema=-1),
-    ],
-)
+WRONG: dict[str, Edit] = {
+    "variants a string": lambda raw: raw.update(variants="onnxruntime-int8"),
+    "files null": lambda raw: raw.update(files=None),
+    "number a string": lambda raw: raw["gate"].update(min_agreement="0.995"),
+    "field missing": lambda raw: raw.pop("signature"),
+    "unknown precision": lambda raw: raw["variants"][0].update(precision="fp7"),
+    "unknown dtype": lambda raw: raw["signature"]["inputs"][0].update(dtype="complex64"),
+    "gate past one": lambda raw: raw["gate"].update(min_agreement=7.0),
+    "half a core": lambda raw: raw["machine"].update(cores=2.5),
+    "schema a string": lambda raw: raw.update(schema="1"),
+    "schema null": lambda raw: raw.update(schema=None),
+    "schema 0": lambda raw: raw.update(schema=0),
+    "schema -1": lambda raw: raw.update(schema=-1),
+}
+
+
+@pytest.mark.parametrize("edit", WRONG.values(), ids=WRONG)
 def test_wrong_types_and_values(bundle: Bundle, edit: Edit) -> None:
     edit_json(bundle, edit)
     with pytest.raises(BundleError, match=r"manifest\.json is damaged"):
@@ -128,17 +130,17 @@ def test_a_newer_format_asks_for_a_newer_hasten(bundle: Bundle) -> None:
     assert caught.value.hint == "pip install -U hasten"
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda raw: raw["task"].update(labels=["good", "fair", "bad"]),
-        lambda raw: raw.update(min_agreement=0.5),
-        lambda raw: raw.update(variants=raw["variants"][::-1]),
-        lambda raw: raw["files"].popitem(),
-        lambda raw: raw.update(digest=""),
-        lambda raw: raw.pop("digest"),
-    ],
-)
+EDITS: dict[str, Edit] = {
+    "labels swapped": lambda raw: raw["task"].update(labels=["good", "fair", "bad"]),
+    "gate lowered": lambda raw: raw["gate"].update(min_agreement=0.5),
+    "variants reordered": lambda raw: raw.update(variants=raw["variants"][::-1]),
+    "file dropped": lambda raw: raw["files"].popitem(),
+    "digest emptied": lambda raw: raw.update(digest=""),
+    "digest dropped": lambda raw: raw.pop("digest"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_an_edited_manifest(bundle: Bundle, edit: Edit) -> None:
     edit_json(bundle, edit)
     with pytest.raises(BundleError, match=r"manifest\.json was changed after it was built"):

@@ -264,7 +264,6 @@ class _Build:
     def _manifest(
         self, model: ModelDirectory, loaded: LoadedModel, graphs: dict[str, str], kept: Sequence[_Trial]
     ) -> Manifest:
-        gate, task = self.plan.gate, TASKS.get(loaded.task.name)
         return Manifest(
             schema=SCHEMA,
             hasten=__version__,
@@ -275,8 +274,7 @@ class _Build:
             signature=loaded.signature,
             graphs=graphs,
             variants=tuple(_entry(trial) for trial in kept),
-            min_agreement=task.min_agreement if gate.min_agreement is None else gate.min_agreement,
-            max_drop=gate.max_drop,
+            gate=self.plan.gate,
             machine=self.machine,
             files={},
         )

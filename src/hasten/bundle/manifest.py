@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from hasten.core.errors import BundleError
+from hasten.core.errors import BundleError, PlanError
 from hasten.core.hardware import Machine
+from hasten.core.plan import Gate
 from hasten.core.report import Agreement, Metric
 from hasten.core.tensors import Signature
 from hasten.core.tokenizer import TokenizerSpec
@@ -61,8 +62,8 @@ class Manifest:
     signature: Signature
     graphs: dict[str, str]
     variants: tuple[VariantEntry, ...]
-    min_agreement: float
-    max_drop: float | None
+    # The gate as it was asked for; None stands for the task's default.
+    gate: Gate
     machine: Machine
     # SHA-256 of every file but this one, by path from the bundle's root.
     files: dict[str, str]
@@ -77,7 +78,9 @@ class Manifest:
         return replace(self, digest=self._digest())
 
     def _digest(self) -> str:
-        return hashlib.sha256(msgspec.json.encode(replace(self, digest=""), order="sorted")).hexdigest()
+        # Through JSON and back first: a float given as an int (min_agreement=1) is written as 1 and read as 1.0.
+        read = msgspec.json.decode(msgspec.json.encode(replace(self, digest="")), type=Manifest)
+        return hashlib.sha256(msgspec.json.encode(read, order="sorted")).hexdigest()
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1)
@@ -96,9 +99,11 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         raw = msgspec.json.decode(file.read_bytes())
         schema = raw["schema"]
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError) as error:
         raise BundleError(f"{file} is damaged: {error}", hint="build the bundle again") from error
-    if not isinstance(schema, int) or schema > SCHEMA:
+    if type(schema) is not int or schema < 1:
+        raise BundleError(f"{file} is damaged: its schema is {schema!r}", hint="build the bundle again")
+    if schema > SCHEMA:
         raise BundleError(
             f"{directory} has bundle format {schema}; this hasten reads up to {SCHEMA}",
             hint="pip install -U hasten",
@@ -107,12 +112,17 @@ def read_manifest(directory: Path) -> Manifest:
         raw = _MIGRATIONS[old](raw)
     try:
         manifest = msgspec.convert(raw, Manifest)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, PlanError) as error:  # PlanError: a gate that no plan would allow
         raise BundleError(f"{file} is damaged: {error}", hint="build the bundle again") from error
     if schema == SCHEMA and manifest.digest != manifest._digest():
         raise BundleError(f"{file} was changed after it was built", hint="build the bundle again")
     for path in (*manifest.files, *manifest.graphs.values()):
         inside(directory, path)
+    graphs = [*manifest.graphs.values()]
+    graphs += [f"variants/{entry.name}/{path}" for entry in manifest.variants for path in entry.graphs.values()]
+    for path in graphs:
+        if path not in manifest.files:
+            raise BundleError(f"{directory} is unsafe: it names the graph '{path}', of which it holds no hash")
     if not manifest.variants:
         raise BundleError(f"{file} lists no variant", hint="build the bundle again")
     return manifest
@@ -122,7 +132,11 @@ def inside(directory: Path, relative: str) -> Path:
     """The path, if it stays in the directory, symbolic links followed."""
     pure = PurePosixPath(relative)
     path = directory / pure
-    if pure.is_absolute() or ".." in pure.parts or not path.resolve().is_relative_to(directory.resolve()):
+    try:
+        is_inside = path.resolve().is_relative_to(directory.resolve())
+    except (OSError, ValueError, RuntimeError):  # a name no file can have, links in a circle
+        is_inside = False
+    if pure.is_absolute() or ".." in pure.parts or not is_inside:
         raise BundleError(f"{directory} is unsafe: it names the path '{relative}', which leaves the bundle")
     return path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -81,19 +82,30 @@ class Bundle:
 
     def reference(self) -> Reference:
         # Not splitlines: texts may hold separators that JSON does not escape.
-        rows = self._checked(REFERENCE_INPUTS).read_text(encoding="utf-8").rstrip("\n").split("\n")
         try:
-            with np.load(self._checked(REFERENCE_OUTPUTS), allow_pickle=False) as arrays:
+            text = self._checked(REFERENCE_INPUTS).read_text(encoding="utf-8", errors="surrogatepass")
+            rows = tuple(json.loads(row) for row in text.rstrip("\n").split("\n"))
+            if not all(isinstance(row, dict) for row in rows):
+                raise ValueError("a row is not an object")
+        except (ValueError, RecursionError) as error:
+            raise BundleError(f"{self.path / REFERENCE_INPUTS} is damaged: {error}") from error
+        try:
+            # Opened here, since NumPy leaves a file open that turns out to be no archive.
+            with self._checked(REFERENCE_OUTPUTS).open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
                 outputs = {name: arrays[name] for name in arrays.files}
-        except (ValueError, zipfile.BadZipFile) as error:
+        except (ValueError, TypeError, EOFError, zlib.error, zipfile.BadZipFile) as error:
             raise BundleError(f"{self.path / REFERENCE_OUTPUTS} is damaged: {error}") from error
-        return Reference(tuple(json.loads(row) for row in rows), outputs)
+        return Reference(rows, outputs)
 
     def check(self) -> None:
         """Every file, its hash, and that nothing else lies in the directory."""
         for name in self.manifest.files:
             self._checked(name)
-        found = {file.relative_to(self.path).as_posix() for file in self.path.rglob("*") if not file.is_dir()}
+        found = {
+            file.relative_to(self.path).as_posix()
+            for file in self.path.rglob("*")
+            if file.is_symlink() or not file.is_dir()
+        }
         extra = sorted(found - set(self.manifest.files) - {"manifest.json"})
         if extra:
             raise BundleError(f"{self.path} holds a file its manifest does not list: {extra[0]}")

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 def check_target(target: Path, *, force: bool) -> None:
     """Before any work: whether a bundle may be written there, without ever deleting what is not a bundle."""
     if not target.exists():
+        above = next(parent for parent in target.absolute().parents if parent.exists())
+        if not above.is_dir():
+            raise PlanError(f"{above} is a file", hint="choose another place with -o")
         return
     if not target.is_dir():
         raise PlanError(f"{target} is a file", hint="choose another place with -o")
@@ -75,7 +78,11 @@ class BundleWriter:
         with translate_os_errors(f"writing {self.target}"):
             inputs = self._work / REFERENCE_INPUTS
             inputs.parent.mkdir()
-            inputs.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+            inputs.write_text(
+                "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+                encoding="utf-8",
+                errors="surrogatepass",
+            )
             np.savez_compressed(self._work / REFERENCE_OUTPUTS, allow_pickle=False, **outputs)
 
     def add_report(self, report: Report) -> None:
@@ -107,6 +114,8 @@ class BundleWriter:
             if is_replacing:
                 old.rename(self.target)
             raise
+        if old.is_symlink():
+            old.unlink()
         shutil.rmtree(old, ignore_errors=True)
 
     def _copy(self, file: Path, place: Path) -> None:

@@ -83,4 +83,6 @@ def translate_os_errors(doing: str) -> Iterator[None]:
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise StageError(f"not allowed to write: {doing}", hint="choose another place with -o") from error
+        if error.errno in (errno.ENOTDIR, errno.EEXIST):
+            raise StageError(f"a file is in the way: {doing}", hint="choose another place with -o") from error
         raise

@@ -76,8 +76,10 @@ class Gate:
     def __post_init__(self) -> None:
         if self.min_agreement is not None and not 0 <= self.min_agreement <= 1:
             raise PlanError(f"--min-agreement {self.min_agreement} is not between 0 and 1")
-        if self.max_drop is not None and self.max_drop < 0:
-            raise PlanError(f"--max-drop {self.max_drop} is negative", hint="it is a loss in points, such as 0.5")
+        if self.max_drop is not None and not self.max_drop >= 0:
+            raise PlanError(
+                f"--max-drop {self.max_drop} is not zero or more", hint="it is a loss in points, such as 0.5"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class Plan:
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
             raise PlanError(f"--threads {self.threads} is less than one")
-        if self.bench_budget_s <= 0:
+        if not self.bench_budget_s > 0:
             raise PlanError("the benchmark's budget must be more than nothing", hint="--bench-budget 30s")
         if self.gate.max_drop is not None and self.data is None:
             raise PlanError("--max-drop needs labelled data to measure a drop on", hint="--data file.jsonl")

@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
-from hasten.core.errors import PlanError
+from hasten.core.errors import PlanError, UnsupportedError
 
 T = TypeVar("T")
 
@@ -63,7 +63,13 @@ class Registry(Generic[T]):
             loaded: T = getattr(module, self.attribute)
             return loaded
         for point in entry_points(group=self.package, name=name):
-            plugin: T = point.load()
+            try:
+                plugin: T = point.load()
+            except Exception as error:  # another's package: anything may go wrong in it
+                raise UnsupportedError(
+                    f"the {self.kind} '{name}' of {point.value} cannot be loaded: {error}",
+                    hint="update or uninstall the package it comes from",
+                ) from error
             return plugin
         raise PlanError(
             f"unknown {self.kind} '{name}'{did_you_mean(name, self.names())}",

@@ -76,7 +76,8 @@ class Timing:
 
     @property
     def is_significant(self) -> bool:
-        return not self.speedup.low <= 1.0 <= self.speedup.high
+        # Below six rounds not even their whole span is a 95 % interval of the median.
+        return len(self.round_medians_ms) >= 6 and not self.speedup.low <= 1.0 <= self.speedup.high
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,20 @@ def ranks(values: FloatArray) -> FloatArray:
 
 def pearson(a: FloatArray, b: FloatArray) -> float:
     """Correlation; two constant vectors that are equal count as perfectly correlated."""
+    are_equal = np.array_equal(a, b)
     a, b = a - a.mean(), b - b.mean()
     scale = float(np.sqrt((a * a).sum() * (b * b).sum()))
     if scale == 0.0:
-        return 1.0 if np.array_equal(a, b) else 0.0
+        return 1.0 if are_equal else 0.0
     return float((a * b).sum() / scale)
+
+
+def concordance(a: FloatArray, b: FloatArray) -> float:
+    """Lin's: Pearson's correlation, less for a difference in mean or scale, which correlation alone cannot see."""
+    spread = float(a.var() + b.var() + (a.mean() - b.mean()) ** 2)
+    if spread == 0.0:
+        return 1.0
+    return float(2 * ((a - a.mean()) * (b - b.mean())).mean() / spread)
 
 
 def spearman(a: FloatArray, b: FloatArray) -> float:
@@ -49,7 +58,8 @@ def row_cosines(a: FloatArray, b: FloatArray) -> FloatArray:
     products = (a64 * b64).sum(axis=1)
     # Two zero vectors agree; a zero vector against anything else does not.
     both_zero = ~a64.any(axis=1) & ~b64.any(axis=1)
-    cosines: FloatArray = np.where(both_zero, 1.0, products / np.where(norms == 0, 1.0, norms))
+    with np.errstate(invalid="ignore"):  # a row that is not finite has no cosine: NaN, which the caller sees
+        cosines: FloatArray = np.where(both_zero, 1.0, products / np.where(norms == 0, 1.0, norms))
     return cosines
 
 

@@ -10,7 +10,7 @@ from hasten.core.errors import PlanError
 
 CPU = "cpu"
 
-_NAME = re.compile(r"^(?P<backend>[a-z0-9_]+)-(?P<precision>[a-z0-9]+)(?:@(?P<device>[a-z0-9:]+))?$")
+_NAME = re.compile(r"(?P<backend>[a-z0-9][a-z0-9_-]*)-(?P<precision>[a-z0-9]+)(?:@(?P<device>[a-z0-9:]+))?")
 
 
 class Precision(StrEnum):
@@ -41,7 +41,7 @@ class Variant:
     @classmethod
     def parse(cls, name: str) -> Variant:
         """`onnxruntime-int8`, `fused-fp8@cuda`."""
-        match = _NAME.match(name)
+        match = _NAME.fullmatch(name)
         known = [precision.value for precision in Precision]
         if not match or match["precision"] not in known:
             raise PlanError(

@@ -16,7 +16,7 @@ def read_rows(path: Path | str) -> list[Row]:
     if not file.is_file():
         raise InputError(f"no data file at {file}")
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise InputError(f"{file} is not UTF-8 text", hint="data files are JSON lines") from error
     rows: list[Row] = []
@@ -25,8 +25,9 @@ def read_rows(path: Path | str) -> list[Row]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{file}, line {number} is not JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:
+            why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            raise InputError(f"{file}, line {number} is not JSON: {why}") from error
         if not isinstance(row, dict):
             raise InputError(f"{file}, line {number} is not an object: {line[:60]}", hint='as in {"text": "…"}')
         rows.append(row)

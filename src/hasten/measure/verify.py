@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hasten.backends import BACKENDS, RunOptions
+import numpy as np
+
+from hasten.backends import RunOptions
 from hasten.bundle import Bundle
-from hasten.core.hardware import this_machine
 from hasten.core.plan import Gate
 from hasten.core.progress import Progress, step
 from hasten.core.report import Agreement, Candidate, Metric, Status, Verdict
 from hasten.core.tensors import Outputs, Signature
 from hasten.core.variant import Precision
-from hasten.predictor import Predictor, open_session
+from hasten.predictor import Predictor, open_session, probe
 from hasten.tasks import AnyTask, Encoded, Row
 
 # fp32 differs between runtimes only by the order of additions; past this something is wrong, not imprecise.
@@ -81,10 +82,14 @@ def judge(
     if gate.max_drop is not None and metric is not None and reference is not None:
         drop = 100 * (reference.value - metric.value)
         passed = drop <= gate.max_drop + 1e-9
-        return passed, f"{metric.name} drop {drop:.2f} points {_sign(passed)} {gate.max_drop:g}"
+        reason = f"{metric.name} drop {drop:.2f} points {_sign(passed)} {gate.max_drop:g}"
+        if not passed or gate.min_agreement is None:
+            return passed, reason
     least = task.min_agreement if gate.min_agreement is None else gate.min_agreement
     passed = agreement.value >= least
-    return passed, f"{agreement.measure} {agreement.value:.4f} {'≥' if passed else '<'} {least:g}"
+    # Rounded down: 0.99496 must not read as 0.9950 < 0.995.
+    shown = agreement.value if passed else float(np.floor(agreement.value * 1e4)) / 1e4
+    return passed, f"{agreement.measure} {shown:.4f} {'≥' if passed else '<'} {least:g}"
 
 
 def reverify(
@@ -102,10 +107,7 @@ def reverify(
     """
     bundle.check()
     about, options = bundle.manifest, RunOptions(threads)
-    gate = Gate(
-        about.min_agreement if gate.min_agreement is None else gate.min_agreement,
-        about.max_drop if gate.max_drop is None else gate.max_drop,
-    )
+    gate = gate if gate != Gate() else about.gate
     tokenizer, stored = bundle.tokenizer(), bundle.reference()
     candidates = []
     with open_session(bundle.graph(), options) as session:
@@ -116,7 +118,7 @@ def reverify(
         if rows is not None:
             expected = expect(graph, rows, progress)
     for entry in [bundle.entry(name) for name in names] or about.variants:
-        support = BACKENDS.get(entry.backend).probe(this_machine(), entry.variant)
+        support = probe(entry)
         if not support.ok and not names:
             candidates.append(Candidate(entry.name, Status.UNAVAILABLE, support.reason))
             continue

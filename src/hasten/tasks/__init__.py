@@ -12,12 +12,14 @@ from enum import StrEnum
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
 from tokenizers import Encoding
 
 from hasten.core.errors import InputError
 from hasten.core.registry import Registry, did_you_mean
 from hasten.core.report import Agreement, Metric
-from hasten.core.tensors import Batch, IntArray, Outputs
+from hasten.core.statistics import relative_error
+from hasten.core.tensors import Batch, FloatArray, IntArray, Outputs
 from hasten.core.tokenizer import Tokenizer
 
 Item = TypeVar("Item")
@@ -115,6 +117,22 @@ class Task(Protocol[Item, Answer, Options]):
 AnyTask: TypeAlias = Task[Any, Any, Any]
 
 TASKS: Registry[AnyTask] = Registry("task", "hasten.tasks", "TASK")
+
+
+def not_finite(measure: str, ours: FloatArray, theirs: FloatArray, encoded: Encoded) -> Agreement:
+    """The agreement of outputs of which some are no numbers: errors of the rows that are, the broken ones named."""
+    broken = ~np.isfinite(ours).all(axis=1)
+    error = np.abs(ours[~broken] - theirs[~broken])
+    return Agreement(
+        measure=measure,
+        value=0.0,
+        rows=len(ours),
+        max_error=float(error.max(initial=0.0)),
+        relative_error=relative_error(ours[~broken], theirs[~broken]),
+        scale=float(np.abs(theirs).max()),
+        is_finite=False,
+        worst=tuple(int(encoded.item_of_row[row]) for row in np.flatnonzero(broken)[:3]),
+    )
 
 
 def read_options(kind: type[Options], given: Mapping[str, object]) -> Options:

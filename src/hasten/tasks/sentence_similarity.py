@@ -13,7 +13,7 @@ from hasten.core.report import Agreement, Metric
 from hasten.core.statistics import relative_error, row_cosines, spearman
 from hasten.core.tensors import FloatArray, Outputs
 from hasten.core.tokenizer import Tokenizer
-from hasten.tasks import Encoded, Row, TaskSpec, parse_texts, read_options
+from hasten.tasks import Encoded, Row, TaskSpec, not_finite, parse_texts, read_options
 
 EMBEDDING = "embedding"
 
@@ -93,7 +93,7 @@ class SentenceSimilarity:
         if not any("score" in row for row in rows):
             return None
         for place, row in enumerate(rows, 1):
-            if not isinstance(row.get("score"), int | float) or "text_pair" not in row:
+            if not isinstance(row.get("score"), int | float) or row.get("text_pair") is None:
                 raise InputError(f'row {place} has no "text_pair" with a number in "score"')
         return [row["score"] for row in rows]
 
@@ -104,6 +104,8 @@ class SentenceSimilarity:
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:
         ours, theirs = outputs[EMBEDDING].astype(np.float64), reference[EMBEDDING].astype(np.float64)
+        if not np.isfinite(ours).all():
+            return not_finite("mean cosine", ours, theirs, encoded)
         cosines = row_cosines(ours, theirs)
         near_ours, near_theirs = _similarities(ours[:_COMPARED]), _similarities(theirs[:_COMPARED])
         upper = np.triu_indices(len(near_ours), 1)
@@ -114,7 +116,6 @@ class SentenceSimilarity:
             max_error=float(np.abs(ours - theirs).max()),
             relative_error=relative_error(ours, theirs),
             scale=float(np.abs(theirs).max()),
-            is_finite=bool(np.isfinite(ours).all()),
             cosine_mean=float(cosines.mean()),
             cosine_min=float(cosines.min()),
             rank_correlation=spearman(near_ours[upper], near_theirs[upper]) if len(upper[0]) > 1 else None,
@@ -139,11 +140,12 @@ def _neighbour_overlap(ours: FloatArray, theirs: FloatArray) -> float | None:
     count = len(ours)
     if count <= _NEIGHBOURS + 1:
         return None
-    shared = 0
-    for row in range(count):
-        near_ours = set(np.argsort(-ours[row], kind="stable")[: _NEIGHBOURS + 1].tolist()) - {row}
-        near_theirs = set(np.argsort(-theirs[row], kind="stable")[: _NEIGHBOURS + 1].tolist()) - {row}
-        shared += len(near_ours & near_theirs)
+    ours, theirs = ours.copy(), theirs.copy()
+    np.fill_diagonal(ours, -np.inf)  # no text is its own neighbour, also where others are as near
+    np.fill_diagonal(theirs, -np.inf)
+    near_ours = np.argsort(-ours, axis=1, kind="stable")[:, :_NEIGHBOURS].tolist()
+    near_theirs = np.argsort(-theirs, axis=1, kind="stable")[:, :_NEIGHBOURS].tolist()
+    shared = sum(len(set(a) & set(b)) for a, b in zip(near_ours, near_theirs, strict=True))
     return shared / (count * _NEIGHBOURS)
 
 

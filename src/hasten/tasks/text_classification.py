@@ -14,10 +14,10 @@ import numpy as np
 from hasten.core.errors import InputError
 from hasten.core.registry import did_you_mean
 from hasten.core.report import Agreement, Metric
-from hasten.core.statistics import pearson, relative_error, row_cosines, spearman
+from hasten.core.statistics import concordance, pearson, relative_error, row_cosines, spearman
 from hasten.core.tensors import FloatArray, Outputs
 from hasten.core.tokenizer import Tokenizer
-from hasten.tasks import Encoded, Row, TaskSpec, parse_texts, read_options
+from hasten.tasks import Encoded, Row, TaskSpec, not_finite, parse_texts, read_options
 
 LOGITS = "logits"
 MULTI_LABEL = "multi_label_classification"
@@ -66,7 +66,11 @@ class TextClassification:
         return parse_texts(payload)
 
     def options(self, spec: TaskSpec, given: Mapping[str, object]) -> Options:
-        asked = read_options(_Given, given)
+        # The pipeline takes the function's name in any case.
+        function = given.get("function_to_apply")
+        asked = read_options(
+            _Given, {**given, "function_to_apply": function.lower()} if isinstance(function, str) else given
+        )
         is_single = isinstance(asked.top_k, msgspec.UnsetType)
         top_k = 1 if isinstance(asked.top_k, msgspec.UnsetType) else asked.top_k
         if top_k is not None and top_k < 1:
@@ -124,9 +128,12 @@ class TextClassification:
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:
         ours, theirs = outputs[LOGITS].astype(np.float64), reference[LOGITS].astype(np.float64)
+        if not np.isfinite(ours).all():
+            return not_finite("same label", ours, theirs, encoded)
         error = np.abs(ours - theirs).max(axis=1)
         if _is_regression(spec):
-            measure, flips, value = "Pearson correlation", None, pearson(ours[:, 0], theirs[:, 0])
+            measure, flips = "concordance", None
+            value = min(concordance(ours[:, i], theirs[:, i]) for i in range(ours.shape[1]))
         else:
             measure = "same label"
             flipped = (
@@ -145,7 +152,6 @@ class TextClassification:
             max_error=float(np.abs(ours - theirs).max()),
             relative_error=relative_error(ours, theirs),
             scale=float(np.abs(theirs).max()),
-            is_finite=bool(np.isfinite(ours).all()),
             flips=flips,
             cosine_mean=float(cosines.mean()),
             cosine_min=float(cosines.min()),
@@ -172,7 +178,8 @@ def _scores(logits: FloatArray, scoring: Scoring) -> FloatArray:
     if scoring is Scoring.NONE:
         return logits
     if scoring is Scoring.SIGMOID:
-        sigmoid: FloatArray = 1.0 / (1.0 + np.exp(-logits))
+        powers = np.exp(-np.abs(logits))  # never above one, so that no logit overflows
+        sigmoid: FloatArray = np.where(logits >= 0, 1.0, powers) / (1.0 + powers)
         return sigmoid
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))
     softmax: FloatArray = powers / powers.sum(axis=1, keepdims=True)
