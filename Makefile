@@ -14,8 +14,8 @@ demo: $(VENV)/.demo ## build, verify and benchmark a real model, then answer a q
 test: $(VENV)/.dev ## the tests that run everywhere
 	$(BIN)/python -m pytest tests/unit tests/contract
 
-e2e: $(VENV)/.dev ## slow: real weights, real processes
-	$(BIN)/python -m pytest tests/e2e
+e2e: $(VENV)/.dev ## slow: real weights, real processes, torch.compile
+	$(BIN)/python -m pytest tests/e2e tests/contract -m "e2e or slow" --slow
 
 check: $(VENV)/.dev ## style, types, layers, generated docs
 	$(BIN)/ruff format --check .

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 FOLDERS = ("unit", "contract", "kernels", "e2e")
 POSITIONS = 64
 
-# What the tiny tokenizers are trained on, and what tests are free to ask about.
+# What the tiny tokenizers know the words of, and what tests are free to ask about.
 CORPUS = (
     "the cat sat on the mat and looked at the rain",
     "a dog ran across the green field after the red ball",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from hasten.bundle import Bundle
+from hasten.core.errors import PlanError
 from hasten.core.plan import Gate, Keep, Plan, Range, Shapes
 from hasten.core.progress import Progress
 
@@ -38,6 +39,8 @@ def build(
     """
     from hasten.builder.build import build as run
 
+    if keep not in list(Keep):
+        raise PlanError(f"keep is '{keep}'", hint=f"one of {', '.join(Keep)}")
     plan = Plan(
         model=str(model),
         revision=revision,

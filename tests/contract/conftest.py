@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,18 @@ def quick_build(tmp_path_factory: pytest.TempPathFactory, texts_file: Path) -> Q
             return hasten.build(model, target, **({"data": texts_file, "threads": 1} | options))
 
     return build
+
+
+@pytest.fixture
+def no_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where a failed build was to write; afterwards nothing may lie there, nor in the temporary directory."""
+    place, temporary = tmp_path / "place", tmp_path / "temporary"
+    place.mkdir()
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    yield place / "bundle"
+    assert list(place.iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 def _timing(variant: str, shape: Shape, ms: float) -> Timing:

@@ -32,7 +32,7 @@ class Recorder(Silent):
     def advance(self, amount: float = 1, note: str | None = None) -> None:
         self.advanced += amount
 
-    def finish(self, note: str = "") -> None:
+    def finish(self, note: str = "", *, ok: bool = True) -> None:
         self.finished += 1
 
 

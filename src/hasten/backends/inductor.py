@@ -22,9 +22,12 @@ class Inductor:
     def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
         if variant is not None and variant != Variant(self.name, Precision.FP32):
             return Support.no("it runs in fp32 on the CPU only")
+        support = probe_packages(self)
+        if not support.ok:
+            return support
         if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
             return Support.no("torch.compile needs a C++ compiler, and none is on the PATH", "install g++")
-        return probe_packages(self)
+        return support
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
         return []

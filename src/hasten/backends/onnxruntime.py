@@ -104,7 +104,10 @@ def stored_precision(graph: Path) -> Precision:
         onnx.TensorProto.INT8: Precision.INT8,
         onnx.TensorProto.UINT8: Precision.INT8,
     }
-    model = onnx.load(graph, load_external_data=False)
+    try:
+        model = onnx.load(graph, load_external_data=False)
+    except Exception as error:  # protobuf's own classes
+        raise StageError(f"{graph} is not an ONNX graph: {error}") from error
     # Only matrices count: biases and norms stay in fp32 whatever the products run in, and so do embeddings.
     looked_up = {node.input[0] for node in model.graph.node if node.op_type == "Gather"}
     weights: Counter[Precision] = Counter()

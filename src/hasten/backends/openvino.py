@@ -62,7 +62,7 @@ class OpenVino:
         graphs = {}
         for name, path in source.graphs.items():
             try:
-                model = openvino.Core().read_model(path)
+                model = _core().read_model(path)
                 # Half-size weights wherever the arithmetic is no finer; fp32 keeps them as they are.
                 openvino.save_model(model, directory / f"{name}.xml", compress_to_fp16=variant.precision.is_reduced)
             except RuntimeError as error:
@@ -75,23 +75,29 @@ class OpenVino:
 
 
 @cache
-def _cpu_capabilities() -> frozenset[str]:
+def _core() -> Any:
+    """One for the process, never freed. Each Core that compiles on a processor with AMX installs a signal stack of its
+    own and, when freed out of order, leaves a dangling one behind: the next signal (Ctrl-C) kills the process
+    (seen with 2026.4; tests/e2e/test_interruption.py)."""
     import openvino
 
-    return frozenset(openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
+    return openvino.Core()
+
+
+@cache
+def _cpu_capabilities() -> frozenset[str]:
+    return frozenset(_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
 
 
 class _Session(PaddedSession):
     def __init__(self, artifact: Artifact, options: RunOptions) -> None:
-        import openvino
-
         settings = {
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_PRECISION_HINT": _HINTS[artifact.variant.precision],
             "INFERENCE_NUM_THREADS": options.thread_count,
         }
         try:
-            compiled = openvino.Core().compile_model(artifact.path(MODEL), "CPU", settings)
+            compiled = _core().compile_model(artifact.path(MODEL), "CPU", settings)
         except RuntimeError as error:
             raise StageError(f"OpenVINO cannot load {artifact.variant}: {error}") from error
         self._request: Any = compiled.create_infer_request()

@@ -61,7 +61,10 @@ def load_module(artifact: Artifact) -> Any:
     import torch
 
     # Not weights alone: this build wrote the file a moment ago, and no bundle can hold one (is_stored).
-    return torch.load(artifact.path(), weights_only=False, map_location="cpu").eval()
+    try:
+        return torch.load(artifact.path(), weights_only=False, map_location="cpu").eval()
+    except Exception as error:  # unpickling raises whatever the damage leads to
+        raise StageError(f"PyTorch cannot load {artifact.variant}: {type(error).__name__}: {error}") from error
 
 
 class ModuleSession(PaddedSession):
@@ -78,8 +81,11 @@ class ModuleSession(PaddedSession):
         import torch
 
         feeds = {name: torch.from_numpy(value) for name, value in pad(batch, self.spec.signature).items()}
-        with torch.inference_mode():
-            results = self._module(**feeds)
+        try:
+            with torch.inference_mode():
+                results = self._module(**feeds)
+        except Exception as error:  # a model raises what its author chose to
+            raise StageError(f"PyTorch failed on a batch of {len(batch)}: {error}") from error
         outputs = {
             spec.name: result.float().numpy() for spec, result in zip(self.spec.signature.outputs, results, strict=True)
         }

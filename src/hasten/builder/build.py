@@ -69,9 +69,12 @@ def outline(plan: Plan, output: Path | None = None, *, force: bool = False) -> O
 def build(plan: Plan, output: Path | None = None, *, force: bool = False, progress: Progress | None = None) -> Bundle:
     """Nothing appears at the target unless every stage succeeded."""
     about = outline(plan, output, force=force)
+    temporary = Path(tempfile.gettempdir())
+    doing = f"working in {temporary}"
     with (
-        translate_os_errors("in the temporary directory"),
+        translate_os_errors(doing),
         tempfile.TemporaryDirectory(prefix="hasten-") as work,
+        translate_os_errors(doing, temporary),
     ):
         return _Build(plan, about, Path(work), progress or Silent()).run()
 
@@ -168,14 +171,16 @@ class _Build:
         notes: list[str] = []
         begin = time.perf_counter()
         self.progress.start(name)
+        ok = False
         try:
             yield notes
+            ok = True
         except (HastenError, OSError):
             raise
         except Exception as error:
             raise StageError(f"{name} failed: {type(error).__name__}: {error}") from error
         finally:
-            self.progress.finish("; ".join(notes))
+            self.progress.finish("; ".join(notes), ok=ok)
         self.stages.append(Stage(name, time.perf_counter() - begin, tuple(notes)))
 
     def _folder(self, name: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hasten.backends import BACKENDS
-from hasten.core.errors import UnsupportedError
+from hasten.core.errors import PlanError, UnsupportedError
 from hasten.core.hardware import Machine
 from hasten.core.plan import Plan
 from hasten.core.report import Bench, Candidate, Status, Verdict
@@ -26,6 +26,11 @@ def contenders(plan: Plan, machine: Machine) -> tuple[list[Variant], list[Candid
             support = BACKENDS.get(variant.backend).probe(machine, variant)
             if not support.ok:
                 raise UnsupportedError(f"{variant} does not run here: {support.reason}", hint=support.hint or None)
+        if not any(BACKENDS.get(variant.backend).is_stored for variant in asked):
+            raise PlanError(
+                f"{' and '.join(map(str, asked))} would be for comparison only: a bundle holds no PyTorch",
+                hint="add one it may hold, such as onnxruntime-fp32",
+            )
         return [variant for variant in dict.fromkeys(asked) if variant != BASELINE], []
     wanted: list[Variant] = []
     unavailable: list[Candidate] = []

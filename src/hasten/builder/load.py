@@ -55,6 +55,9 @@ def detect_task(model: ModelDirectory, plan: Plan) -> AnyTask:
     found = next((task for task in TASKS.all() if model.architecture.endswith(task.heads)), None)
     if has_layout and found is None:
         found = TASKS.get(_EMBEDDING_TASK)
+    meant = plan.task or (found.name if found else _EMBEDDING_TASK)
+    if plan.pooling is not None and meant != _EMBEDDING_TASK:
+        raise PlanError(f"--pooling is for {_EMBEDDING_TASK}, and {model.id} is for {meant}")
     if plan.task is None:
         if found is None and plan.pooling is not None:
             return TASKS.get(_EMBEDDING_TASK)
@@ -88,14 +91,24 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
         except Exception as error:
             raise StageError(f"the tokenizer of {model.id} does not load: {_first_line(error)}") from error
         try:
-            module = getattr(transformers, task.auto_class).from_pretrained(
+            module, loading = getattr(transformers, task.auto_class).from_pretrained(
                 model.path,
+                output_loading_info=True,
                 dtype=torch.float32,
                 trust_remote_code=plan.trust_remote_code,
                 use_safetensors=None if plan.allow_pickle else True,
             )
         except Exception as error:
             raise StageError(f"{model.id} does not load: {_first_line(error)}", hint=_hint(error)) from error
+    # transformers fills in random numbers and only warns. A pooler is not ours to miss: pooling has its own head.
+    missing = sorted(name for name in loading["missing_keys"] if layout is None or "pooler." not in name)
+    if missing:
+        raise StageError(
+            f"{model.id} has no weights for {len(missing)} tensors of {type(module).__name__}, such as '{missing[0]}'"
+        )
+    # transformers 5 makes a tokenizer of special tokens alone where it finds no files.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise StageError(f"{model.id} has no tokenizer: no tokenizer.json or vocabulary beside its config.json")
     return describe(module, tokenizer, task, layout, model)
 
 
@@ -193,10 +206,11 @@ def _max_length(config: Any, tokenizer: Any, layout: SentenceLayout | None) -> i
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:
         limits.append(positions - _RESERVED_POSITIONS.get(config.model_type, 0))
-    if tokenizer.model_max_length < _NO_LIMIT:
-        limits.append(int(tokenizer.model_max_length))
+    # As in sentence-transformers, a layout's own limit takes the place of the tokenizer's, even a longer one.
     if layout is not None and layout.max_length:
         limits.append(layout.max_length)
+    elif tokenizer.model_max_length < _NO_LIMIT:
+        limits.append(int(tokenizer.model_max_length))
     return min(limits) if limits else 512
 
 

@@ -20,6 +20,11 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": Pooling.WEIGHTED_MEAN,
     "pooling_mode_lasttoken": Pooling.LAST_TOKEN,
 }
+# The names under which sentence-transformers has stored the limit over the years.
+_SIZE_FILES = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid")
 
 
@@ -72,6 +77,8 @@ def read_layout(model: ModelDirectory, plan: Plan) -> SentenceLayout:
             continue
         if kind == "Pooling":
             pooling = _read_pooling(model, folder)
+        elif normalize and kind == "Dense":
+            raise UnsupportedError(f"{model.id} has a dense layer after its Normalize, which hasten does not know")
         elif kind == "Dense":
             dense.append(_read_dense(model, folder))
         elif kind == "Normalize":
@@ -80,7 +87,7 @@ def read_layout(model: ModelDirectory, plan: Plan) -> SentenceLayout:
             raise UnsupportedError(f"{model.id} ends in a '{kind}' module, which hasten does not know")
     if not pooling and asked is None:
         raise PlanError(f"{model.id} has no pooling module", hint="--pooling mean or cls")
-    sizes = model.json("sentence_bert_config.json") or {}
+    sizes: Any = next((found for name in _SIZE_FILES if (found := model.json(name))), {})
     about = model.json("config_sentence_transformers.json") or {}
     return SentenceLayout(
         pooling=asked or pooling,
@@ -88,8 +95,8 @@ def read_layout(model: ModelDirectory, plan: Plan) -> SentenceLayout:
         dense=tuple(dense),
         max_length=sizes.get("max_seq_length"),
         lowercase=bool(sizes.get("do_lower_case")),
-        # Newer versions write empty "query" and "document" prompts; an empty prompt is no prompt.
-        prompts={name: text for name, text in (about.get("prompts") or {}).items() if text},
+        # Empty ones too: newer versions write them, and they may be asked for by name or be the default.
+        prompts={name: text or "" for name, text in (about.get("prompts") or {}).items()},
         default_prompt=about.get("default_prompt_name"),
     )
 
@@ -116,6 +123,8 @@ def _read_dense(model: ModelDirectory, folder: str) -> DenseLayer:
     activation = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rsplit(".", 1)[-1]
     if activation not in _ACTIVATIONS:
         raise UnsupportedError(f"{model.id} has a dense layer with the activation '{activation}'")
+    if config.get("use_residual"):
+        raise UnsupportedError(f"{model.id} has a dense layer with a residual connection")
     if not (model.path / folder / "model.safetensors").is_file():
         raise UnsupportedError(f"{model.id} has a dense layer without safetensors weights ({folder})")
     return DenseLayer(

@@ -73,9 +73,11 @@ def _refuse_what_is_no_model(path: Path, plan: Plan, with_weights: bool) -> None
     if not (path / "config.json").is_file():
         raise PlanError(f"{plan.model} is not a Hugging Face model: it has no config.json")
     try:
-        json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"{path / 'config.json'} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise PlanError(f"{path / 'config.json'} is not a model's configuration: not a JSON object")
     if not with_weights or any(path.glob("*.safetensors")):
         return
     pickled = [file for pattern in _PICKLED for file in path.glob(pattern)]

@@ -65,12 +65,13 @@ class Display:
         else:
             self._bars.update(task, advance=round(amount, 1), note=note)
 
-    def finish(self, note: str = "") -> None:
+    def finish(self, note: str = "", *, ok: bool = True) -> None:
         task, what, began = self._open.pop()
         self._bars.remove_task(task)
         if not self._open:
             self._bars.stop()
-            err.print(f"[green]✓[/] {what:<18} [cyan]{time.perf_counter() - began:6.1f} s[/]  [dim]{note}[/]")
+            mark = "[green]✓[/]" if ok else "[red]✗[/]"
+            err.print(f"{mark} {what:<18} [cyan]{time.perf_counter() - began:6.1f} s[/]  [dim]{note}[/]")
 
     def warn(self, message: str) -> None:
         err.print(f"[yellow]warning:[/] {message}")

@@ -14,8 +14,10 @@ The number is the exit code of the command line. Vendors' exceptions are transla
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -70,19 +72,37 @@ def missing_package(package: str, needed_for: str, extra: str | None = None) -> 
     return UnsupportedError(f"{needed_for} needs the package '{package}', which is not installed", hint=command)
 
 
+# With less than this left, a vendor's failure to write is a full disk, whatever it calls it.
+_NO_SPACE_BYTES = 2**22
+
+
 @contextmanager
-def translate_os_errors(doing: str) -> Iterator[None]:
-    """Give a full disk or a read-only directory one clear line instead of a traceback."""
+def translate_os_errors(doing: str, place: Path | None = None) -> Iterator[None]:
+    """Give a full disk or a read-only directory one clear line instead of a traceback or a vendor's riddle."""
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StageError(
-                f"the disk is full: {doing}",
-                hint="free some space or choose another place with -o and TMPDIR",
-            ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise StageError(f"not allowed to write: {doing}", hint="choose another place with -o") from error
-        if error.errno in (errno.ENOTDIR, errno.EEXIST):
-            raise StageError(f"a file is in the way: {doing}", hint="choose another place with -o") from error
+    except StageError as error:
+        if isinstance(error.__cause__, OSError):
+            raise _translated(error.__cause__, doing) or error from error.__cause__
+        if place is not None and shutil.disk_usage(place).free < _NO_SPACE_BYTES:
+            raise _full_disk(doing) from error
         raise
+    except OSError as error:
+        translated = _translated(error, doing)
+        if translated is None:
+            raise
+        raise translated from error
+
+
+def _translated(error: OSError, doing: str) -> StageError | None:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return _full_disk(doing)
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return StageError(f"not allowed to write: {doing}", hint="choose another place with -o")
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return StageError(f"a file is in the way: {doing}", hint="choose another place with -o")
+    return None
+
+
+def _full_disk(doing: str) -> StageError:
+    return StageError(f"the disk is full: {doing}", hint="free some space, or choose another place with -o and TMPDIR")

@@ -12,7 +12,7 @@ class Progress(Protocol):
 
     def advance(self, amount: float = 1, note: str | None = None) -> None: ...
 
-    def finish(self, note: str = "") -> None: ...
+    def finish(self, note: str = "", *, ok: bool = True) -> None: ...
 
     def warn(self, message: str) -> None: ...
 
@@ -26,7 +26,7 @@ class Silent:
     def advance(self, amount: float = 1, note: str | None = None) -> None:
         pass
 
-    def finish(self, note: str = "") -> None:
+    def finish(self, note: str = "", *, ok: bool = True) -> None:
         pass
 
     def warn(self, message: str) -> None:
@@ -36,7 +36,9 @@ class Silent:
 @contextmanager
 def step(progress: Progress, what: str, total: float | None = None) -> Iterator[Progress]:
     progress.start(what, total)
+    ok = False
     try:
         yield progress
+        ok = True
     finally:
-        progress.finish()
+        progress.finish(ok=ok)
