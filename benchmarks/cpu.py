@@ -164,21 +164,21 @@ def _encoder_alone(model: str, folder: Path) -> Path:
     import torch
     from transformers import AutoModel, AutoTokenizer
 
+    from hasten.builder.head import Exportable
+
     folder.mkdir()
     encoder = AutoModel.from_pretrained(model, attn_implementation="eager").eval()
     names = ["input_ids", "attention_mask", "token_type_ids"]
     example = torch.ones((2, 8), dtype=torch.int64)
-    axes = {name: {0: "batch", 1: "sequence"} for name in [*names, "last_hidden_state"]}
-    encoder.config.return_dict = False
     torch.onnx.export(
-        encoder,
+        Exportable(encoder, names, "last_hidden_state", None),
         (example, example, example * 0),
-        folder / "model.onnx",
+        str(folder / "model.onnx"),
         dynamo=False,
         opset_version=17,
         input_names=names,
         output_names=["last_hidden_state"],
-        dynamic_axes=axes,
+        dynamic_axes={name: {0: "batch", 1: "sequence"} for name in [*names, "last_hidden_state"]},
     )
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     encoder.config.save_pretrained(folder)
@@ -240,7 +240,7 @@ def _cosine(a: Any, b: Any) -> float:
 
 
 def _output(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -72,6 +72,18 @@ def test_verify_and_bench(bundle: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().out)["bench"]["baseline"] == "torch-fp32"
 
 
+def test_build_as_json(
+    tiny_classifier: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["build", str(tiny_classifier("bert")), "-o", str(tmp_path / "bundle"), "--variants", "onnxruntime-fp32"]
+    assert main([*words, "--json", "--quiet", *QUICK]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["path"] == str(tmp_path / "bundle")
+    assert document["report"]["chosen"] == "onnxruntime-fp32"
+    assert main([*words, "--json", "--dry-run", "--force"]) == 0
+    assert json.loads(capsys.readouterr().out)["outline"]["target"] == str(tmp_path / "bundle")
+
+
 def test_dry_run_writes_nothing(
     tiny_classifier: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

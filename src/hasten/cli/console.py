@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -92,6 +93,8 @@ def print_json(value: object) -> None:
 
 
 def _plain(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
     tolist = getattr(value, "tolist", None)
     if tolist is None:
         raise TypeError(f"{type(value).__name__} has no JSON form")

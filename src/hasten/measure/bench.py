@@ -30,7 +30,7 @@ _MOST_PER_TURN = 20
 # … and each contender first lets its predecessor's threads stop spinning, and wakes up its own caches.
 _SETTLE_S = 0.01
 _WARM_RUNS = 2
-_ENOUGH_ROUNDS = 60
+_ENOUGH_ROUNDS = 200
 _LEAST_ROUNDS = 2
 
 _LANE = (sys.executable, "-m", "hasten.measure.lane")
@@ -95,10 +95,11 @@ def _time_shape(lanes: list[Lane], shape: Shape, batch: Batch, budget_s: float, 
     samples: list[list[float]] = [[] for _ in lanes]
     medians: list[list[float]] = [[] for _ in lanes]
     rounds = 0
+    order = np.random.default_rng(0)
     while rounds < _ENOUGH_ROUNDS:
         turn_start = time.perf_counter()
-        # Each round starts with another contender: none always follows the same one.
-        for place in [(rounds + offset) % len(lanes) for offset in range(len(lanes))]:
+        # In another order each round: whoever follows a contender whose threads still spin pays for it.
+        for place in order.permutation(len(lanes)):
             times = lanes[place].turn(shape)
             samples[place] += times
             medians[place].append(float(np.median(times)))
