@@ -255,7 +255,7 @@ class _Build:
         verdicts: Mapping[Variant, Verdict],
         refused: Sequence[Candidate],
     ) -> Report:
-        baseline = Candidate(BASELINE.name, Status.BASELINE, "the original, what the others are measured against")
+        baseline = Candidate(BASELINE.name, Status.BASELINE, "the original")
         return Report(
             plan=self.plan,
             created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -69,6 +69,7 @@ def main(args: argparse.Namespace) -> int:
         console.print_json({"path": bundle.path, "report": bundle.report})
         return 0
     console.print_report(bundle.report)
-    console.out.print(f"\n[bold]{bundle.chosen.name}[/] is in [bold]{bundle.path}[/]", highlight=False)
-    console.out.print(f'  hasten run {bundle.path} "some text"', highlight=False)
+    where = args.output or bundle.path
+    console.out.print(f"\n[bold]{bundle.chosen.name}[/] is in [bold]{where}[/]", highlight=False)
+    console.out.print(f'  hasten run {where} "some text"', highlight=False)
     return 0

@@ -64,13 +64,15 @@ def bench(
                 progress.advance(note=artifact.variant.name)
         racing = lanes
         timings: list[Timing] = []
+        footprints: tuple[Footprint, ...] = ()
         with step(progress, "benchmark", total=budget_s):
             for place, shape in enumerate(shapes):
                 share = 1.0 if len(shapes) == 1 else 0.5 if place == 0 else 0.5 / (len(shapes) - 1)
                 timings += _time_shape(racing, shape, tiled(rows, shape), budget_s * share, progress)
-                if place == 0 and finalists is not None:
-                    racing = _finalists(lanes, timings, finalists)
-        footprints = tuple(lane.footprint() for lane in lanes)
+                if place == 0:
+                    # Taken here, where all have run the same shapes: memory grows with the largest batch seen.
+                    footprints = tuple(lane.footprint() for lane in lanes)
+                    racing = lanes if finalists is None else _finalists(lanes, timings, finalists)
     return Bench(contenders[0].variant.name, tuple(timings), footprints)
 
 
