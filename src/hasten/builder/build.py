@@ -103,6 +103,7 @@ class _Build:
             tokenizer_file = self.work / "tokenizer.json"
             save_tokenizer(loaded, tokenizer_file)
             tokenizer = Tokenizer.open(tokenizer_file, loaded.tokenizer)
+            check_tokenizer(tokenizer, loaded.original_tokenizer)
             notes.append(f"{loaded.architecture} for {loaded.task.name}, up to {loaded.signature.max_length} tokens")
 
         with self._stage("reference") as notes:
@@ -111,7 +112,6 @@ class _Build:
             expected = expect(Predictor(loaded.task, tokenizer, original), rows, self.progress)
             if self.plan.gate.max_drop is not None and expected.metric is None:
                 raise PlanError(f"{self.plan.data} has no labels, so no drop can be measured on it")
-            check_tokenizer(tokenizer, loaded.original_tokenizer, rows)
             notes.append(f"{len(rows)} rows answered by {BASELINE}")
             if expected.metric is not None:
                 notes.append(f"{expected.metric.name} {expected.metric.value:.4f}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ from hasten.backends import Session
 from hasten.core.errors import StageError
 from hasten.core.tensors import Batch, FloatArray, Signature
 from hasten.core.tokenizer import Tokenizer
-from hasten.tasks import Row, parse_texts
+from hasten.measure.data import sample_texts
 
 # Differences between runtimes in fp32 stay near 1e-5; a frozen size or a lost mask shows as 1e-1.
 TOLERANCE = 1e-3
+_CHECKED_PAIRS = 40
 
 
 def check_graph(graph: Session, module: Session, rows: Batch) -> list[str]:
@@ -63,14 +65,15 @@ def _compare(ours: FloatArray, theirs: FloatArray, where: str) -> None:
         )
 
 
-def check_tokenizer(ours: Tokenizer, theirs: Any, rows: Sequence[Row]) -> None:
-    """The file in the bundle must give the very ids that transformers' tokenizer gives."""
-    texts = parse_texts(list(rows))
-    batch = ours.encode(texts).batch
+def check_tokenizer(ours: Tokenizer, theirs: Any) -> None:
+    """The file in the bundle must give the very ids that transformers' tokenizer gives, for texts and for pairs."""
+    texts = sample_texts()
+    rows: list[str | tuple[str, str]] = [*texts, *pairwise(texts[:_CHECKED_PAIRS])]
+    batch = ours.encode(rows).batch
     ends = np.cumsum(batch.lengths)
-    for text, start, end in zip(texts, ends - batch.lengths, ends, strict=True):
-        pair = (text,) if isinstance(text, str) else text
-        expected = theirs(*pair, truncation="longest_first", max_length=ours.spec.max_length)
+    for row, start, end in zip(rows, ends - batch.lengths, ends, strict=True):
+        words = (row,) if isinstance(row, str) else row
+        expected = theirs(*words, truncation="longest_first", max_length=ours.spec.max_length)
         for name in ours.spec.inputs:
             if batch.values[name][start:end].tolist() != list(expected[name]):
-                raise StageError(f"the converted tokenizer gives other {name} than the original for {text!r:.80}")
+                raise StageError(f"the converted tokenizer gives other {name} than the original for {row!r:.80}")

@@ -148,7 +148,9 @@ def describe(
         inputs=tuple(
             TensorSpec(name, DType.INT64, (BATCH, SEQUENCE), pad_id if name == "input_ids" else 0) for name in inputs
         ),
-        outputs=(TensorSpec(task.output, DType.FLOAT32, (BATCH, width)),),
+        outputs=(
+            TensorSpec(task.output, DType.FLOAT32, (BATCH, SEQUENCE, width) if task.is_per_token else (BATCH, width)),
+        ),
         max_length=limit,
         pads_left=pads_left,
     )

@@ -107,7 +107,9 @@ def print_report(report: Report) -> None:
     optimal = timings[0].shape
     at_optimal = report.bench.at(optimal)
     sizes = {entry.variant: entry for entry in report.bench.footprints}
-    table = _table(f"{report.plan.model} at {optimal} (batch × tokens)")
+    # The end of a long path is the part that tells.
+    model = "/".join(report.plan.model.rstrip("/").split("/")[-2:])
+    table = _table(f"{model} at {optimal} (batch × tokens)")
     for name in (
         "",
         "variant",

@@ -53,7 +53,18 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str | tuple[str, str]]) -> Tokens:
         """One row per text or pair of texts."""
-        encodings = self._backend.encode_batch(list(texts))
+        return self._tokens(self._backend.encode_batch(list(texts)))
+
+    def encode_words(self, sentences: Sequence[Sequence[str]]) -> Tokens:
+        """One row per sentence that is already cut into words."""
+        return self._tokens(self._backend.encode_batch([list(words) for words in sentences], is_pretokenized=True))
+
+    def to_text(self, tokens: Sequence[str]) -> str:
+        """Tokens put together again, as transformers' convert_tokens_to_string does."""
+        decoder = self._backend.decoder
+        return decoder.decode(list(tokens)) if decoder is not None else " ".join(tokens)
+
+    def _tokens(self, encodings: Sequence[Encoding]) -> Tokens:
         columns = {name: [getattr(encoding, _COLUMNS[name]) for encoding in encodings] for name in self.spec.inputs}
         truncated = tuple(row for row, encoding in enumerate(encodings) if encoding.overflowing)
         return Tokens(Batch.from_rows(columns), truncated, encodings)

@@ -36,7 +36,12 @@ def read_rows(path: Path | str) -> list[Row]:
     return rows
 
 
-def sample_rows(task: AnyTask) -> list[Row]:
-    """The built-in sample, some 360 texts of many kinds and lengths, in the form the task takes."""
+def sample_texts() -> list[str]:
+    """The built-in sample: some 360 texts of many kinds, lengths and languages."""
     text = files("hasten.measure").joinpath("sample.jsonl").read_text(encoding="utf-8")
-    return task.sample([json.loads(line)["text"] for line in text.split("\n") if line])
+    return [json.loads(line)["text"] for line in text.split("\n") if line]
+
+
+def sample_rows(task: AnyTask) -> list[Row]:
+    """The built-in sample in the form the task takes."""
+    return task.sample(sample_texts())

@@ -83,6 +83,11 @@ class Task(Protocol[Item, Answer, Options]):
         ...
 
     @property
+    def is_per_token(self) -> bool:
+        """Whether the graph gives a vector for every token, or one for every row."""
+        ...
+
+    @property
     def min_agreement(self) -> float:
         """The agreement a variant of reduced precision must keep by default."""
         ...

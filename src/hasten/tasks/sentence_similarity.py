@@ -40,6 +40,7 @@ class SentenceSimilarity:
     auto_class = "AutoModel"
     heads = ()
     output = EMBEDDING
+    is_per_token = False
     min_agreement = 0.999
 
     def parse(self, payload: object) -> list[Text]:

@@ -60,6 +60,7 @@ class TextClassification:
     auto_class = "AutoModelForSequenceClassification"
     heads = ("ForSequenceClassification",)
     output = LOGITS
+    is_per_token = False
     min_agreement = 0.995
 
     def parse(self, payload: object) -> list[Text]:
