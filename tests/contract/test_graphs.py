@@ -144,10 +144,9 @@ def test_a_wrong_tokenizer_is_caught(tiny_classifier: Any, load_tiny: Any, tmp_p
     save_tokenizer(loaded, tmp_path / "right.json")
     right = (tmp_path / "right.json").read_text()
     (tmp_path / "wrong.json").write_text(right.replace('"lowercase": true', '"lowercase": false'))
-    rows = [{"text": "The cat", "text_pair": "A dog"}]
-    check_tokenizer(Tokenizer.open(tmp_path / "right.json", loaded.tokenizer), loaded.original_tokenizer, rows)
+    check_tokenizer(Tokenizer.open(tmp_path / "right.json", loaded.tokenizer), loaded.original_tokenizer)
     with pytest.raises(StageError, match="tokenizer"):
-        check_tokenizer(Tokenizer.open(tmp_path / "wrong.json", loaded.tokenizer), loaded.original_tokenizer, rows)
+        check_tokenizer(Tokenizer.open(tmp_path / "wrong.json", loaded.tokenizer), loaded.original_tokenizer)
 
 
 def test_a_precision_that_is_only_a_label_is_refused(
