@@ -64,7 +64,9 @@ def find_model(plan: Plan, *, with_weights: bool = True) -> ModelDirectory:
         path, revision = _download(plan, with_weights)
     _refuse_what_is_no_model(path, plan, with_weights or local.is_dir())
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    return ModelDirectory(path, plan.model, revision, config)
+    # A local model is known by its full path, so that it is found again from anywhere.
+    name = str(path.resolve()) if local.is_dir() else plan.model
+    return ModelDirectory(path, name, revision, config)
 
 
 def _refuse_what_is_no_model(path: Path, plan: Plan, with_weights: bool) -> None:

@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         console.print_json(measured)
     else:
-        console.print_shapes(measured.bench)
+        console.print_timings(measured.bench)
         console.print_footprints(measured.bench)
         for candidate in measured.refused:
             console.out.print(f"[dim]not timed: {candidate.variant}: {candidate.reason}[/]", highlight=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -18,6 +19,8 @@ from rich.table import Table
 from hasten.core.progress import Progress, Silent
 from hasten.core.report import Bench, Candidate, Report, Status, Timing
 from hasten.core.tensors import Shape
+from hasten.measure.verify import FP32_TOLERANCE
+from hasten.tasks import Row
 
 # A log or a pipe has no width of its own; tables keep their columns there.
 _LOG_WIDTH = 140
@@ -155,6 +158,26 @@ def print_shapes(bench: Bench, skip: Shape | None = None) -> None:
     out.print(table)
 
 
+def print_timings(bench: Bench) -> None:
+    """Everything that was timed, a row a shape and variant."""
+    table = _table("timings")
+    for name in ("batch × tokens", "variant", "p50", "p90", "p99", "sentences/s", f"vs {bench.baseline}"):
+        table.add_column(name, justify="right" if name in ("p50", "p90", "p99", "sentences/s") else "left")
+    last = None
+    for timing in bench.timings:
+        table.add_row(
+            str(timing.shape) if timing.shape != last else "",
+            timing.variant,
+            f"{timing.p50_ms:.2f} ms",
+            f"{timing.p90_ms:.2f} ms",
+            f"{timing.p99_ms:.2f} ms" if timing.p99_ms is not None else f"({timing.samples} samples)",
+            f"{timing.sentences_per_s:.0f}",
+            _ratio(timing),
+        )
+        last = timing.shape
+    out.print(table)
+
+
 def print_candidates(candidates: Sequence[Candidate]) -> None:
     table = _table("candidates")
     for name in ("", "variant", "status", "why"):
@@ -167,8 +190,8 @@ def print_candidates(candidates: Sequence[Candidate]) -> None:
     out.print(table)
 
 
-def print_verdicts(candidates: Sequence[Candidate]) -> None:
-    """What was proven, a row a variant."""
+def print_verdicts(candidates: Sequence[Candidate], rows: Sequence[Row]) -> None:
+    """What was proven, a row a variant, and the text on which each differs most."""
     verdicts = [candidate.verdict for candidate in candidates if candidate.verdict is not None]
     metric = next((verdict.metric for verdict in verdicts if verdict.metric is not None), None)
     table = _table(f"{verdicts[0].agreement.rows if verdicts else 0} rows")
@@ -194,6 +217,10 @@ def print_verdicts(candidates: Sequence[Candidate]) -> None:
             candidate.reason,
         )
     out.print(table)
+    for verdict in verdicts:
+        if verdict.agreement.worst and verdict.agreement.max_error > FP32_TOLERANCE:
+            row = json.dumps(rows[verdict.agreement.worst[0]], ensure_ascii=False)
+            out.print(f"{verdict.variant} differs most on", row[:90], style="dim", highlight=False, markup=False)
 
 
 def print_footprints(bench: Bench) -> None:
@@ -237,6 +264,8 @@ def _ratio(timing: Timing) -> str:
     low, high = timing.speedup.low, timing.speedup.high
     if low == high == 1.0:
         return "1×"
+    if not timing.has_interval:
+        return f"{timing.speedup.value:.2f}× (too few rounds for an interval)"
     if not timing.is_significant:
         return f"{timing.speedup.value:.2f}× (no significant difference)"
     return f"{timing.speedup.value:.2f}× ({low:.2f}–{high:.2f})"

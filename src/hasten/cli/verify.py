@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         console.print_json(candidates)
     else:
-        console.print_verdicts(candidates)
+        console.print_verdicts(candidates, rows or bundle.reference().rows)
     if not verdicts or not all(verdict.passed for verdict in verdicts):
         raise AccuracyError(f"{args.bundle} does not answer like the original here")
     return 0

@@ -75,9 +75,13 @@ class Timing:
     round_medians_ms: tuple[float, ...]
 
     @property
+    def has_interval(self) -> bool:
+        """Below six rounds not even their whole span is a 95 % interval of the median."""
+        return len(self.round_medians_ms) >= 6
+
+    @property
     def is_significant(self) -> bool:
-        # Below six rounds not even their whole span is a 95 % interval of the median.
-        return len(self.round_medians_ms) >= 6 and not self.speedup.low <= 1.0 <= self.speedup.high
+        return self.has_interval and not self.speedup.low <= 1.0 <= self.speedup.high
 
 
 @dataclass(frozen=True, slots=True)
