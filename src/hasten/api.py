@@ -21,7 +21,7 @@ def build(
     pooling: str | None = None,
     batch_size: int | Sequence[int] = (1, 8, 32),
     seq_len: int | Sequence[int] = (16, 128, 256),
-    variants: Sequence[str] = (),
+    variants: str | Sequence[str] = (),
     data: str | Path | None = None,
     min_agreement: float | None = None,
     max_drop: float | None = None,
@@ -50,7 +50,7 @@ def build(
             Range.of("batch_size", _numbers(batch_size)),
             Range.of("seq_len", _numbers(seq_len)),
         ),
-        variants=tuple(variants),
+        variants=(variants,) if isinstance(variants, str) else tuple(variants),
         data=str(data) if data is not None else None,
         gate=Gate(min_agreement, max_drop),
         bench_budget_s=bench_budget_s,
@@ -59,7 +59,7 @@ def build(
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
     )
-    return run(plan, Path(output) if output is not None else None, force=force, progress=progress)
+    return run(plan, Path(output).expanduser() if output is not None else None, force=force, progress=progress)
 
 
 def _numbers(value: int | Sequence[int]) -> tuple[int, ...]:

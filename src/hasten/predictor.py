@@ -87,8 +87,8 @@ def load(path: Path | str, variant: str | None = None, *, threads: int | None = 
 
 
 def open_predictor(bundle: Bundle, variant: str | None, options: RunOptions) -> Predictor:
-    entry = bundle.entry(variant) if variant else runnable(bundle)
-    return Predictor(bundle.manifest.task, bundle.tokenizer(), open_session(bundle.artifact(entry), options))
+    artifact = bundle.artifact(bundle.entry(variant)) if variant else runnable(bundle)
+    return Predictor(bundle.manifest.task, bundle.tokenizer(), open_session(artifact, options))
 
 
 def open_session(artifact: Artifact, options: RunOptions) -> Session:
@@ -107,16 +107,16 @@ def probe(entry: VariantEntry) -> Support:
         return Support.no(error.message)
 
 
-def runnable(bundle: Bundle) -> VariantEntry:
-    """The first variant, in order of speed, that this machine can run; every one passed over is named."""
-    reasons: list[str] = []
+def runnable(bundle: Bundle) -> Artifact:
+    """The first variant, in order of speed, that this machine can run; every one passed over is named.
+
+    Where none runs there is still the fp32 graph, which the base installation executes.
+    """
     for entry in bundle.manifest.variants:
         support = probe(entry)
         if support.ok:
-            for reason in reasons:
-                logger.warning("using %s, since %s", entry.name, reason)
-            return entry
-        reasons.append(
-            f"{entry.name} does not run here: {support.reason}" + (f" ({support.hint})" * bool(support.hint))
-        )
-    raise UnsupportedError(f"no variant of {bundle.path} runs here: {'; '.join(reasons)}")
+            return bundle.artifact(entry)
+        hint = f" ({support.hint})" if support.hint else ""
+        logger.warning("passing over %s, which does not run here: %s%s", entry.name, support.reason, hint)
+    logger.warning("using the bundle's fp32 graph, which is slower")
+    return bundle.graph()

@@ -24,14 +24,9 @@ def bundle(tiny_classifier: Callable[..., Path], tmp_path_factory: pytest.TempPa
     return target
 
 
-def test_help_is_quick_and_names_every_command() -> None:
-    import time
-
-    begin = time.perf_counter()
+def test_help_names_every_command() -> None:
     done = subprocess.run([sys.executable, "-m", "hasten", "--help"], capture_output=True, text=True, check=True)
     assert {"build", "run", "verify", "bench"} <= set(re.findall(r"\w+", done.stdout))
-    # A generous multiple of the 0.12 s it takes: this guards against importing a framework, not against a busy machine.
-    assert time.perf_counter() - begin < 2.0
 
 
 def test_help_imports_no_heavy_library() -> None:
@@ -49,6 +44,22 @@ def test_run_prints_labels(bundle: Path, capsys: pytest.CaptureFixture[str]) -> 
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert re.match(r"(bad|fair|good) 0\.\d{4} the cat sat", lines[0])
+
+
+def test_run_prints_texts_as_they_are(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing in a text is markup, and one answer stays one line."""
+    odd = "[/foo] [bold]hi[/bold] :smile: " + "long " * 60
+    assert main(["run", str(bundle), odd, "two\nlines"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2
+    assert odd.strip() in printed[0]
+
+
+def test_run_refuses_what_is_no_text(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(b'{"text": "\xff\xfe"}\n')
+    assert main(["run", str(bundle), "--input", str(file)]) == 2
+    assert "is not UTF-8 text" in capsys.readouterr().err
 
 
 def test_run_json_and_options(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +136,9 @@ def test_dry_run_writes_nothing(
         (["run", "{bundle}", "x", "-O", "top_k=many"], 2, "bad option"),
         (["verify", "{bundle}", "--data", "/nowhere.jsonl"], 2, "no data file"),
         (["bench", "/nowhere"], 6, "no such directory"),
+        (["bench", "{bundle}", "--budget", "0"], 2, "no time at all"),
+        (["run", "{bundle}", "x", "--threads", "-1"], 2, "at least 1"),
+        (["verify", "{bundle}", "--max-drop", "0.1", "--quiet"], 2, "needs labels"),
     ],
 )
 def test_a_mistake_gets_one_clear_line(

@@ -157,7 +157,15 @@ def machine() -> Machine:
 
 @pytest.fixture
 def report(machine: Machine) -> Report:
-    return Report(Plan("acme/model"), "2026-01-02T03:04:05+00:00", machine, (), (), Bench("torch-fp32", (), ()))
+    return Report(
+        Plan("acme/model"),
+        "2026-01-02T03:04:05+00:00",
+        machine,
+        (),
+        (),
+        Bench("torch-fp32", (), ()),
+        "onnxruntime-int8",
+    )
 
 
 @pytest.fixture
@@ -212,7 +220,7 @@ def write_bundle(
 
     def write(target: Path, manifest: Manifest | None = None, *, measured: Report = report) -> Bundle:
         manifest = manifest or make_manifest()
-        with BundleWriter(target) as writer:
+        with BundleWriter(target, force=True) as writer:
             writer.add_graph(made / "model.onnx")
             for entry in manifest.variants:
                 writer.add_variant(Artifact(entry.variant, manifest.signature, made, entry.graphs))

@@ -349,3 +349,28 @@ def test_a_writer_below_a_file_gives_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(HastenError, match="file"), BundleWriter(tmp_path / "file" / "bundle"):
         pass
+
+
+def test_what_appears_at_the_target_meanwhile_is_not_deleted(
+    tmp_path: Path, make_manifest: Callable[..., Manifest]
+) -> None:
+    target = tmp_path / "space" / "bundle"
+    with BundleWriter(target, force=True) as writer:
+        target.mkdir()
+        (target / "thesis.txt").write_text("years of work")
+        with pytest.raises(PlanError, match="holds no bundle"):
+            writer.commit(make_manifest())
+    assert (target / "thesis.txt").read_text() == "years of work"
+    assert names_in(target.parent) == ["bundle"]
+
+
+def test_the_manifest_of_another_program_is_no_bundle(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"name": "a web application"}')
+    with pytest.raises(PlanError, match="holds no bundle"):
+        check_target(tmp_path, force=True)
+
+
+def test_files_beside_the_manifest_are_none_of_our_business(bundle: Bundle) -> None:
+    (bundle.path / ".DS_Store").touch()
+    (bundle.path / "README.md").touch()
+    bundle.check()

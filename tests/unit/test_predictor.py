@@ -253,9 +253,9 @@ def test_a_variant_passed_over_is_named(
     toy: str, bundle_of: Callable[..., Bundle], caplog: pytest.LogCaptureFixture
 ) -> None:
     bundle = bundle_of(f"{toy}-fp16@moon", f"{toy}-int8@mars", f"{toy}-fp32")
-    assert runnable(bundle).name == f"{toy}-fp32"
+    assert runnable(bundle).variant.name == f"{toy}-fp32"
     moon, mars = [record.getMessage() for record in caplog.records]
-    assert f"using {toy}-fp32, since {toy}-fp16@moon does not run here" in moon
+    assert f"passing over {toy}-fp16@moon, which does not run here" in moon
     assert f"{toy}-int8@mars" in mars
 
 
@@ -264,11 +264,17 @@ def test_a_variant_of_an_unknown_backend_is_passed_over(
 ) -> None:
     """Built with a plugin that is not installed here: the next variant still runs."""
     bundle = bundle_of("pluginelsewhere-fp32", f"{toy}-fp32")
-    assert runnable(bundle).name == f"{toy}-fp32"
+    assert runnable(bundle).variant.name == f"{toy}-fp32"
     assert "pluginelsewhere" in caplog.text
 
 
-def test_a_bundle_of_which_nothing_runs_says_why_for_each(toy: str, bundle_of: Callable[..., Bundle]) -> None:
+def test_where_no_variant_runs_the_graph_does(
+    toy: str, bundle_of: Callable[..., Bundle], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The base installation has ONNX Runtime, so that every bundle can be answered from, if slowly, and it says so."""
     bundle = bundle_of(f"{toy}-fp16@moon", f"{toy}-int8@mars")
-    with pytest.raises(UnsupportedError, match=r"'moon'.*'mars'"):
-        runnable(bundle)
+    assert runnable(bundle) == bundle.graph()
+    moon, mars, graph = [record.getMessage() for record in caplog.records]
+    assert "'moon'" in moon
+    assert "'mars'" in mars
+    assert "fp32 graph" in graph

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from hasten.core.errors import missing_package
+from hasten.core.errors import PlanError, missing_package
 from hasten.core.hardware import Machine, usable_cores
 from hasten.core.registry import Registry
 from hasten.core.tensors import Batch, Outputs, SessionSpec, Shape, Signature
@@ -60,6 +60,10 @@ class Artifact:
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and (not isinstance(self.threads, int) or self.threads < 1):
+            raise PlanError(f"threads is {self.threads!r}; it must be at least 1")
 
     @property
     def thread_count(self) -> int:

@@ -56,14 +56,21 @@ class Outline:
 def outline(plan: Plan, output: Path | None = None, *, force: bool = False) -> Outline:
     """All that can be refused or resolved without the weights: `--dry-run`, and the first step of every build."""
     wanted, unavailable = contenders(plan, this_machine())
-    target = output or cache_directory() / "bundles" / (Path(plan.model).name or "model")
-    check_target(target, force=force or output is None)
-    if plan.data is not None:
-        read_rows(plan.data)
+    if output is not None:
+        check_target(output, force=force)
+    rows = read_rows(plan.data) if plan.data is not None else None
     model = find_model(plan, with_weights=False)
     task = detect_task(model, plan)
+    if rows is not None:
+        task.parse(rows)
+    target = output or cache_directory() / "bundles" / _cache_name(model)
     names = tuple(variant.name for variant in (BASELINE, *wanted))
     return Outline(model.id, task.name, target, names, tuple(unavailable))
+
+
+def _cache_name(model: ModelDirectory) -> str:
+    """A hub id as it is, flattened; a local model by its folder."""
+    return model.id.replace("/", "--") if model.revision else Path(model.id).name or "model"
 
 
 def build(plan: Plan, output: Path | None = None, *, force: bool = False, progress: Progress | None = None) -> Bundle:
@@ -76,7 +83,7 @@ def build(plan: Plan, output: Path | None = None, *, force: bool = False, progre
         tempfile.TemporaryDirectory(prefix="hasten-") as work,
         translate_os_errors(doing, temporary),
     ):
-        return _Build(plan, about, Path(work), progress or Silent()).run()
+        return _Build(plan, about, Path(work), progress or Silent(), force or output is None).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,7 @@ class _Build:
     about: Outline
     work: Path
     progress: Progress
+    force: bool
     machine: Machine = field(default_factory=this_machine)
     stages: list[Stage] = field(default_factory=list)
 
@@ -154,7 +162,7 @@ class _Build:
             ranking = rank(measured, shapes.optimal, list(eligible))
 
         report = self._report(measured, ranking, shapes, {v: t.verdict for v, t in eligible.items()}, refused)
-        with self._stage("write"), BundleWriter(self.about.target) as writer:
+        with self._stage("write"), BundleWriter(self.about.target, force=self.force) as writer:
             kept = ranking if self.plan.keep is Keep.ALL else ranking[:2]
             graphs = {MODEL: writer.add_graph(graph)}
             for variant in kept:

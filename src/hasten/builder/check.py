@@ -13,9 +13,8 @@ from hasten.core.errors import StageError
 from hasten.core.tensors import Batch, FloatArray, Signature
 from hasten.core.tokenizer import Tokenizer
 from hasten.measure.data import sample_texts
+from hasten.measure.verify import FP32_TOLERANCE
 
-# Differences between runtimes in fp32 stay near 1e-5; a frozen size or a lost mask shows as 1e-1.
-TOLERANCE = 1e-3
 _CHECKED_PAIRS = 40
 
 
@@ -58,7 +57,7 @@ def _compare(ours: FloatArray, theirs: FloatArray, where: str) -> None:
     if not np.isfinite(ours).all():
         raise StageError(f"the exported graph is wrong at {where}: it gives numbers that are not finite")
     error = float(np.abs(ours - theirs).max())
-    if error > TOLERANCE * max(1.0, float(np.abs(theirs).max())):
+    if error > FP32_TOLERANCE * max(1.0, float(np.abs(theirs).max())):
         raise StageError(
             f"the exported graph is wrong at {where}: it differs from PyTorch by {error:.2g}",
             hint="this architecture does not export soundly; please report it",

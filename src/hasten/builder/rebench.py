@@ -9,7 +9,7 @@ from pathlib import Path
 from hasten.backends import BACKENDS, Artifact, Source
 from hasten.builder.choose import BASELINE
 from hasten.bundle import Bundle
-from hasten.core.errors import HastenError, UnsupportedError
+from hasten.core.errors import HastenError, PlanError, UnsupportedError
 from hasten.core.hardware import Machine, this_machine
 from hasten.core.plan import Gate, Plan, Shapes
 from hasten.core.progress import Progress, step
@@ -66,6 +66,8 @@ def _original(bundle: Bundle, work: Path) -> Artifact:
     from hasten.builder.source import find_model
 
     about = bundle.manifest
+    if about.model.revision is None and not Path(about.model.id).is_dir():
+        raise PlanError(f"{about.model.id} is no longer there")
     pooling = "+".join(about.task.pooling) or None
     plan = Plan(about.model.id, revision=about.model.revision, task=about.task.name, pooling=pooling)
     loaded = load_model(find_model(plan), plan)

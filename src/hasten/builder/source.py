@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hasten.bundle.manifest import is_bundle
 from hasten.core.errors import PlanError, StageError, UnsupportedError, missing_package
 from hasten.core.plan import Plan
 
@@ -34,10 +35,6 @@ class ModelDirectory:
         listed = self.config.get("architectures") or [""]
         return str(listed[0])
 
-    @property
-    def name(self) -> str:
-        return self.id.rstrip("/").rsplit("/", 1)[-1] or "model"
-
     def json(self, relative: str) -> Any:
         """A JSON file of the model, or None where it has none."""
         file = self.path / relative
@@ -62,15 +59,15 @@ def find_model(plan: Plan, *, with_weights: bool = True) -> ModelDirectory:
         raise PlanError(f"no model at {plan.model}: no such directory")
     else:
         path, revision = _download(plan, with_weights)
-    _refuse_what_is_no_model(path, plan, with_weights or local.is_dir())
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config = _checked_config(path, plan, with_weights or local.is_dir())
     # A local model is known by its full path, so that it is found again from anywhere.
     name = str(path.resolve()) if local.is_dir() else plan.model
     return ModelDirectory(path, name, revision, config)
 
 
-def _refuse_what_is_no_model(path: Path, plan: Plan, with_weights: bool) -> None:
-    if (path / "manifest.json").is_file():
+def _checked_config(path: Path, plan: Plan, with_weights: bool) -> dict[str, Any]:
+    """The configuration, if this is a model whose weights we may load."""
+    if is_bundle(path):
         raise PlanError(f"{plan.model} is already a bundle", hint=f"hasten run {plan.model} TEXT")
     if not (path / "config.json").is_file():
         raise PlanError(f"{plan.model} is not a Hugging Face model: it has no config.json")
@@ -81,7 +78,7 @@ def _refuse_what_is_no_model(path: Path, plan: Plan, with_weights: bool) -> None
     if not isinstance(config, dict):
         raise PlanError(f"{path / 'config.json'} is not a model's configuration: not a JSON object")
     if not with_weights or any(path.glob("*.safetensors")):
-        return
+        return config
     pickled = [file for pattern in _PICKLED for file in path.glob(pattern)]
     if not pickled:
         raise PlanError(f"{plan.model} has no weights: no .safetensors file beside its config.json")
@@ -90,6 +87,7 @@ def _refuse_what_is_no_model(path: Path, plan: Plan, with_weights: bool) -> None
             f"{plan.model} has only pickled weights ({pickled[0].name}), and unpickling can run any code",
             hint="--allow-pickle if you trust its author",
         )
+    return config
 
 
 def _download(plan: Plan, with_weights: bool) -> tuple[Path, str]:

@@ -128,6 +128,15 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
+def is_bundle(directory: Path) -> bool:
+    """Whether a directory looks like one of ours; other programs have files called manifest.json too."""
+    try:
+        raw = msgspec.json.decode((directory / FILE).read_bytes())
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return isinstance(raw, dict) and {"schema", "hasten", "digest"} <= set(raw)
+
+
 def inside(directory: Path, relative: str) -> Path:
     """The path, if it stays in the directory, symbolic links followed."""
     pure = PurePosixPath(relative)

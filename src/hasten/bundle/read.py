@@ -106,9 +106,12 @@ class Bundle:
             for file in self.path.rglob("*")
             if file.is_symlink() or not file.is_dir()
         }
-        extra = sorted(found - set(self.manifest.files) - {"manifest.json"})
+        # What lands beside the manifest (README.md, .DS_Store) is never read; what lies in our folders might be.
+        extra = sorted(name for name in found - set(self.manifest.files) if "/" in name and not name.startswith("."))
         if extra:
-            raise BundleError(f"{self.path} holds a file its manifest does not list: {extra[0]}")
+            raise BundleError(
+                f"{self.path} holds a file its manifest does not list: {extra[0]}", hint="remove it, or build again"
+            )
 
     def _check_folder(self, folder: str) -> None:
         names = [name for name in self.manifest.files if name.startswith(f"{folder}/")]
@@ -130,7 +133,7 @@ class Bundle:
 
 
 def open_bundle(path: Path | str) -> Bundle:
-    directory = Path(path)
+    directory = Path(path).expanduser()
     return Bundle(directory, read_manifest(directory))
 
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from hasten.backends import Artifact
-from hasten.bundle.manifest import FILE, Manifest, sha256
+from hasten.bundle.manifest import FILE, Manifest, is_bundle, sha256
 from hasten.bundle.read import REFERENCE_INPUTS, REFERENCE_OUTPUTS, REPORT, TOKENIZER, Bundle
 from hasten.core.errors import PlanError, translate_os_errors
 from hasten.core.report import Report
@@ -36,7 +36,7 @@ def check_target(target: Path, *, force: bool) -> None:
         raise PlanError(f"{target} is a file", hint="choose another place with -o")
     if not any(target.iterdir()):
         return
-    if not (target / FILE).is_file():
+    if not is_bundle(target):
         raise PlanError(f"{target} is not empty and holds no bundle", hint="choose another place with -o")
     if not force:
         raise PlanError(f"{target} already holds a bundle", hint="--force replaces it")
@@ -45,8 +45,9 @@ def check_target(target: Path, *, force: bool) -> None:
 class BundleWriter:
     """A context: leaving it without `commit` removes everything."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, *, force: bool = False) -> None:
         self.target = target.absolute()
+        self._force = force
 
     def __enter__(self) -> Self:
         with translate_os_errors(f"making a directory beside {self.target}"):
@@ -104,6 +105,8 @@ class BundleWriter:
         return Bundle(self.target, manifest)
 
     def _swap_in(self) -> None:
+        # Asked again: something else may have appeared there while the build was running.
+        check_target(self.target, force=self._force)
         old = self.target.with_name(f"{self._work.name}-old")
         is_replacing = self.target.exists()
         if is_replacing:

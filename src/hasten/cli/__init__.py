@@ -40,7 +40,12 @@ class _Parser(argparse.ArgumentParser):
         if typed and typed[0].startswith("--"):
             flags = [flag for action in self._actions for flag in action.option_strings]
             message = f"unknown option {typed[0]}{did_you_mean(typed[0].split('=')[0], flags)}"
-        print(f"error: {message}\n  hint: {self.prog} --help", file=sys.stderr)
+        hint = f"{self.prog} --help"
+        if message.startswith("unrecognized arguments: -"):
+            hint = "put -- before texts that start with a dash"
+        elif "required: model" in message:
+            hint = "the model comes first: hasten build MODEL --variants …"
+        print(f"error: {message}\n  hint: {hint}", file=sys.stderr)
         raise SystemExit(2)
 
 

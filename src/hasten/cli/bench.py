@@ -35,4 +35,5 @@ def main(args: argparse.Namespace) -> int:
         for candidate in measured.refused:
             console.out.print(f"[dim]not timed: {candidate.variant}: {candidate.reason}[/]", highlight=False)
         console.out.print(f"[dim]{measured.machine}[/]", highlight=False)
+        console.print_busy(measured.bench)
     return 0

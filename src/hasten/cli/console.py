@@ -19,7 +19,8 @@ from rich.table import Table
 from hasten.core.progress import Progress, Silent
 from hasten.core.report import Bench, Candidate, Report, Status, Timing
 from hasten.core.tensors import Shape
-from hasten.measure.verify import FP32_TOLERANCE
+from hasten.measure.bench import BUSY_SHARE
+from hasten.measure.verify import FP32_TOLERANCE, GRAPH
 from hasten.tasks import Row
 
 # A log or a pipe has no width of its own; tables keep their columns there.
@@ -76,9 +77,6 @@ class Display:
             self._bars.stop()
             mark = "[green]✓[/]" if ok else "[red]✗[/]"
             err.print(f"{mark} {what:<18} [cyan]{time.perf_counter() - began:6.1f} s[/]  [dim]{note}[/]")
-
-    def warn(self, message: str) -> None:
-        err.print(f"[yellow]warning:[/] {message}")
 
 
 def display(quiet: bool) -> Progress:
@@ -140,6 +138,12 @@ def print_report(report: Report) -> None:
     out.print(table)
     print_shapes(report.bench, skip=optimal)
     out.print(f"[dim]{report.machine}[/]")
+    print_busy(report.bench)
+
+
+def print_busy(bench: Bench) -> None:
+    if bench.others_share is not None and bench.others_share > BUSY_SHARE:
+        out.print(f"[yellow]other processes used {bench.others_share:.0%} of the machine meanwhile: time it again[/]")
 
 
 def print_shapes(bench: Bench, skip: Shape | None = None) -> None:
@@ -194,7 +198,8 @@ def print_verdicts(candidates: Sequence[Candidate], rows: Sequence[Row]) -> None
     """What was proven, a row a variant, and the text on which each differs most."""
     verdicts = [candidate.verdict for candidate in candidates if candidate.verdict is not None]
     metric = next((verdict.metric for verdict in verdicts if verdict.metric is not None), None)
-    table = _table(f"{verdicts[0].agreement.rows if verdicts else 0} rows")
+    # The graph is always judged on the stored rows; the others, which come after it, on these.
+    table = _table(f"{len(rows)} rows")
     judged = ("metric", "drop") if metric is None else (metric.name, "drop")
     for name in ("", "variant", "agreement", "flips", "cosine", "max error", *judged):
         table.add_column(name, justify="left" if name in ("", "variant") else "right")
@@ -218,7 +223,7 @@ def print_verdicts(candidates: Sequence[Candidate], rows: Sequence[Row]) -> None
         )
     out.print(table)
     for verdict in verdicts:
-        if verdict.agreement.worst and verdict.agreement.max_error > FP32_TOLERANCE:
+        if verdict.variant != GRAPH and verdict.agreement.worst and verdict.agreement.max_error > FP32_TOLERANCE:
             row = json.dumps(rows[verdict.agreement.worst[0]], ensure_ascii=False)
             out.print(f"{verdict.variant} differs most on", row[:90], style="dim", highlight=False, markup=False)
 

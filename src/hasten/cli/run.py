@@ -60,24 +60,16 @@ def _option(text: str) -> tuple[str, object]:
 
 
 def _chunks(source: str) -> Iterator[list[object]]:
-    from hasten.core.errors import InputError
+    from hasten.measure.data import read_lines
 
-    if source != "-" and not Path(source).is_file():
-        raise InputError(f"no file at {source}")
-    with sys.stdin if source == "-" else Path(source).open(encoding="utf-8", newline="\n") as stream:
-        rows: list[object] = []
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise InputError(f"{source}, line {number} is not JSON: {error.msg}") from error
-            if len(rows) == _CHUNK:
-                yield rows
-                rows = []
-        if rows:
+    rows: list[object] = []
+    for _, row in read_lines(source):
+        rows.append(row)
+        if len(rows) == _CHUNK:
             yield rows
+            rows = []
+    if rows:
+        yield rows
 
 
 def _one_line(answer: Any) -> str:
@@ -85,19 +77,20 @@ def _one_line(answer: Any) -> str:
 
 
 def _print_answers(texts: list[str], answers: Any) -> None:
-    from hasten.cli import console
+    from rich.markup import escape
 
     if not isinstance(answers, list):
         _print_vectors(texts, answers)
         return
     for text, answer in zip(texts, answers, strict=True):
         labels = answer if isinstance(answer, list) else [answer]
-        shown = "  ".join(f"[bold]{entry['label']}[/] {entry['score']:.4f}" for entry in labels)
-        console.out.print(shown, f"[dim]{text}[/]", highlight=False)
+        shown = "  ".join(f"[bold]{escape(entry['label'])}[/] {entry['score']:.4f}" for entry in labels)
+        _print_line(f"{shown} [dim]{escape(text)}[/]")
 
 
 def _print_vectors(texts: list[str], vectors: Any) -> None:
     import numpy as np
+    from rich.markup import escape
 
     from hasten.cli import console
 
@@ -108,4 +101,11 @@ def _print_vectors(texts: list[str], vectors: Any) -> None:
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     for row, (text, similarities) in enumerate(zip(texts, unit @ unit.T, strict=True), 1):
         cosines = " ".join(f"{value:5.2f}" for value in similarities)
-        console.out.print(f"{row:>3}  {cosines}  [dim]{text}[/]", highlight=False)
+        _print_line(f"{row:>3}  {cosines}  [dim]{escape(text)}[/]")
+
+
+def _print_line(line: str) -> None:
+    """One answer, one line, whatever the text holds."""
+    from hasten.cli import console
+
+    console.out.print(line.replace("\n", " "), highlight=False, emoji=False, soft_wrap=True)

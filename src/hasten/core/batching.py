@@ -6,8 +6,7 @@ import numpy as np
 
 from hasten.core.tensors import IntArray
 
-# Big enough to fill two to eight cores, small enough that the activations of one batch stay in the cache:
-# on MiniLM larger budgets gain nothing on a CPU (benchmarks/cpu.py, mixed-length stream).
+# Big enough to keep a few cores busy, small enough that the activations of one batch stay in their caches.
 TOKEN_BUDGET = 2048
 
 

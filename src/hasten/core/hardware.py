@@ -107,6 +107,15 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def busy_cpu_seconds() -> float | None:
+    """Processor time all processes together have used, the hypervisor's theft included; None where nobody counts."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    user, nice, system, _idle, _wait, irq, softirq, steal, *_ = map(int, stat.read_text().split("\n", 1)[0].split()[1:])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 def library_versions() -> dict[str, str]:
     found = {}
     for name in _LIBRARIES:

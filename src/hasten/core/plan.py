@@ -115,4 +115,7 @@ def parse_duration(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
     if not match:
         raise PlanError(f"'{text}' is not a duration", hint="write 30s, 5m or 1h")
-    return float(match[1]) * _UNITS[match[2]]
+    seconds = float(match[1]) * _UNITS[match[2]]
+    if seconds <= 0:
+        raise PlanError(f"'{text}' is no time at all", hint="write 30s, 5m or 1h")
+    return seconds

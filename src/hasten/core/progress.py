@@ -14,8 +14,6 @@ class Progress(Protocol):
 
     def finish(self, note: str = "", *, ok: bool = True) -> None: ...
 
-    def warn(self, message: str) -> None: ...
-
 
 class Silent:
     """The default for programs."""
@@ -27,9 +25,6 @@ class Silent:
         pass
 
     def finish(self, note: str = "", *, ok: bool = True) -> None:
-        pass
-
-    def warn(self, message: str) -> None:
         pass
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from hasten.core.hardware import Machine
@@ -99,6 +99,8 @@ class Bench:
     baseline: str
     timings: tuple[Timing, ...]
     footprints: tuple[Footprint, ...]
+    # The part of the machine that other processes used meanwhile; None where it cannot be told.
+    others_share: float | None = None
 
     def at(self, shape: Shape) -> dict[str, Timing]:
         return {timing.variant: timing for timing in self.timings if timing.shape == shape}
@@ -140,5 +142,4 @@ class Report:
     stages: tuple[Stage, ...]
     candidates: tuple[Candidate, ...]
     bench: Bench
-    chosen: str = ""
-    libraries: dict[str, str] = field(default_factory=dict)
+    chosen: str

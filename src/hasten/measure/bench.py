@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import numpy as np
 
 from hasten.backends import Artifact
 from hasten.core.errors import StageError
+from hasten.core.hardware import busy_cpu_seconds
 from hasten.core.progress import Progress, step
 from hasten.core.report import Bench, Footprint, Timing
 from hasten.core.statistics import median_ratio
@@ -32,6 +34,8 @@ _SETTLE_S = 0.01
 _WARM_RUNS = 2
 _ENOUGH_ROUNDS = 200
 _LEAST_ROUNDS = 2
+# Above this others disturb the measurement; a machine's own daemons use less.
+BUSY_SHARE = 0.1
 
 _LANE = (sys.executable, "-m", "hasten.measure.lane")
 
@@ -65,6 +69,7 @@ def bench(
         racing = lanes
         timings: list[Timing] = []
         footprints: tuple[Footprint, ...] = ()
+        watch = _Watch(lanes)
         with step(progress, "benchmark", total=budget_s):
             for place, shape in enumerate(shapes):
                 share = 1.0 if len(shapes) == 1 else 0.5 if place == 0 else 0.5 / (len(shapes) - 1)
@@ -73,7 +78,26 @@ def bench(
                     # Taken here, where all have run the same shapes: memory grows with the largest batch seen.
                     footprints = tuple(lane.footprint() for lane in lanes)
                     racing = lanes if finalists is None else _finalists(lanes, timings, finalists)
-    return Bench(contenders[0].variant.name, tuple(timings), footprints)
+        others_share = watch.others_share()
+    return Bench(contenders[0].variant.name, tuple(timings), footprints, others_share)
+
+
+class _Watch:
+    """How busy others keep the machine: a core taken from one contender makes every ratio wrong, round after round."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._lanes = lanes
+        self._begin = (busy_cpu_seconds(), self._ours(), time.perf_counter())
+
+    def others_share(self) -> float | None:
+        busy, (before, ours, begin) = busy_cpu_seconds(), self._begin
+        if busy is None or before is None:
+            return None
+        others = (busy - before) - (self._ours() - ours)
+        return max(0.0, others / ((time.perf_counter() - begin) * (os.cpu_count() or 1)))
+
+    def _ours(self) -> float:
+        return time.process_time() + sum(lane.cpu_s for lane in self._lanes)
 
 
 def _finalists(lanes: list[Lane], timings: list[Timing], count: int) -> list[Lane]:
@@ -138,6 +162,7 @@ class Lane:
         self._command = command
         self._threads = threads
         self._peak = 0
+        self.cpu_s = 0.0
         self._counts: dict[str, int] = {}
 
     def __enter__(self) -> Self:
@@ -192,6 +217,7 @@ class Lane:
         if times.error is not None:
             raise StageError(f"{self.artifact.variant} failed in the benchmark at {turn.shape}: {times.error}")
         self._peak = times.peak_memory_bytes
+        self.cpu_s = times.cpu_s
         return times.ms
 
     def _ask(self, message: object, kind: type[Message]) -> Message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,29 +12,41 @@ from hasten.tasks import AnyTask, Row
 
 
 def read_rows(path: Path | str) -> list[Row]:
-    """JSON lines, each an object."""
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(f"no data file at {file}")
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file} is not UTF-8 text", hint="data files are JSON lines") from error
+    """A whole data file: JSON lines, each an object."""
     rows: list[Row] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            raise InputError(f"{file}, line {number} is not JSON: {why}") from error
+    for number, row in read_lines(path):
         if not isinstance(row, dict):
-            raise InputError(f"{file}, line {number} is not an object: {line[:60]}", hint='as in {"text": "…"}')
+            raise InputError(
+                f"{path}, line {number} is not an object: {json.dumps(row)[:60]}", hint='as in {"text": "…"}'
+            )
         rows.append(row)
     if not rows:
-        raise InputError(f"{file} holds no rows")
+        raise InputError(f"{path} holds no rows")
     return rows
+
+
+def read_lines(path: Path | str) -> Iterator[tuple[int, object]]:
+    """JSON values, one a line, each with its number; blank lines are passed over, and '-' is stdin."""
+    file = Path(path).expanduser()
+    if str(path) != "-" and (not file.exists() or file.is_dir()):
+        raise InputError(f"no data file at {path}")
+    # Only the newline separates lines: texts may hold other separators.
+    source = 0 if str(path) == "-" else file
+    with open(source, encoding="utf-8-sig", newline="\n", closefd=source != 0) as stream:
+        try:
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    yield number, _parse(line, f"{path}, line {number}")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path} is not UTF-8 text", hint="data files are JSON lines") from error
+
+
+def _parse(line: str, where: str) -> object:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise InputError(f"{where} is not JSON: {why}") from error
 
 
 def sample_texts() -> list[str]:

@@ -58,6 +58,7 @@ class Turn:
 class Times:
     ms: list[float]
     peak_memory_bytes: int
+    cpu_s: float
     error: str | None = None
 
 
@@ -89,7 +90,7 @@ def main() -> None:
                 times.append((time.perf_counter() - begin) * 1e3)
         except HastenError as failure:
             error = str(failure)
-        _reply(replies, Times(times, peak_memory_bytes(), error))
+        _reply(replies, Times(times, peak_memory_bytes(), time.process_time(), error))
 
 
 def _reply(stream: BinaryIO, message: object) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from hasten.backends import RunOptions
 from hasten.bundle import Bundle
+from hasten.core.errors import PlanError
 from hasten.core.plan import Gate
 from hasten.core.progress import Progress, step
 from hasten.core.report import Agreement, Candidate, Metric, Status, Verdict
@@ -107,7 +108,11 @@ def reverify(
     """
     bundle.check()
     about, options = bundle.manifest, RunOptions(threads)
-    gate = gate if gate != Gate() else about.gate
+    is_drop_asked = gate.max_drop is not None
+    gate = Gate(
+        about.gate.min_agreement if gate.min_agreement is None else gate.min_agreement,
+        about.gate.max_drop if gate.max_drop is None else gate.max_drop,
+    )
     tokenizer, stored = bundle.tokenizer(), bundle.reference()
     candidates = []
     with open_session(bundle.graph(), options) as session:
@@ -117,6 +122,8 @@ def reverify(
         candidates.append(_candidate(verdict))
         if rows is not None:
             expected = expect(graph, rows, progress)
+    if is_drop_asked and expected.metric is None:
+        raise PlanError("--max-drop needs labels, and these rows have none", hint="--data with labelled rows")
     for entry in [bundle.entry(name) for name in names] or about.variants:
         support = probe(entry)
         if not support.ok and not names:

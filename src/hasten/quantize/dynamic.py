@@ -14,6 +14,7 @@ def quantize_dynamic(graph: Path, file: Path, *, external_data: bool) -> None:
     from onnxruntime.quantization import quantize_dynamic as quantize
 
     # Its advice to preprocess does not fit a graph that is fused already, and it goes to the root logger.
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         quantize(
@@ -28,4 +29,4 @@ def quantize_dynamic(graph: Path, file: Path, *, external_data: bool) -> None:
     except Exception as error:
         raise StageError(f"dynamic quantization failed: {error}") from error
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)

@@ -168,15 +168,15 @@ def _parse_text(entry: object, place: int) -> str | tuple[str, str]:
         if "text" not in entry:
             raise InputError(f'item {place} has no "text": {{{", ".join(map(str, entry))}}}')
         pair = entry.get("text_pair")
-        text = _checked(entry["text"], f"text {place}")
-        return text if pair is None else (text, _checked(pair, f"text_pair {place}"))
-    return _checked(entry, f"text {place}")
+        text = checked_text(entry["text"], f"text {place}")
+        return text if pair is None else (text, checked_text(pair, f"text_pair {place}"))
+    return checked_text(entry, f"text {place}")
 
 
-def _checked(text: object, what: str) -> str:
+def checked_text(text: object, what: str, *, may_be_empty: bool = False) -> str:
     if not isinstance(text, str):
         raise InputError(f"{what} is {type(text).__name__}, not a string")
-    if not text.strip():
+    if not may_be_empty and not text.strip():
         raise InputError(f"{what} is empty")
     try:
         text.encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -13,7 +14,7 @@ from hasten.core.report import Agreement, Metric
 from hasten.core.statistics import relative_error, row_cosines, spearman
 from hasten.core.tensors import FloatArray, Outputs
 from hasten.core.tokenizer import Tokenizer
-from hasten.tasks import Encoded, Row, TaskSpec, not_finite, parse_texts, read_options
+from hasten.tasks import Encoded, Row, TaskSpec, checked_text, not_finite, parse_texts, read_options
 
 EMBEDDING = "embedding"
 
@@ -49,7 +50,7 @@ class SentenceSimilarity:
     def options(self, spec: TaskSpec, given: Mapping[str, object]) -> Options:
         asked = read_options(_Given, given)
         if asked.prompt is not None:
-            return Options(asked.prompt)
+            return Options(checked_text(asked.prompt, "the prompt", may_be_empty=True))
         name = asked.prompt_name or spec.default_prompt
         if name is None:
             return Options("")
@@ -94,7 +95,8 @@ class SentenceSimilarity:
         if not any("score" in row for row in rows):
             return None
         for place, row in enumerate(rows, 1):
-            if not isinstance(row.get("score"), int | float) or row.get("text_pair") is None:
+            score = row.get("score")
+            if not isinstance(score, int | float) or not math.isfinite(score) or row.get("text_pair") is None:
                 raise InputError(f'row {place} has no "text_pair" with a number in "score"')
         return [row["score"] for row in rows]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -198,7 +199,7 @@ def _top_overlap(ours: FloatArray, theirs: FloatArray) -> float | None:
 
 def _gold(value: object, spec: TaskSpec, place: int) -> object:
     if _is_regression(spec):
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and math.isfinite(value):
             return float(value)
         raise InputError(f'row {place} has no number in "score": {value!r}')
     if spec.problem == MULTI_LABEL:
@@ -211,7 +212,7 @@ def _gold(value: object, spec: TaskSpec, place: int) -> object:
 def _label_index(value: object, spec: TaskSpec, place: int) -> int:
     if isinstance(value, str) and value in spec.labels:
         return spec.labels.index(value)
-    if isinstance(value, int) and 0 <= value < len(spec.labels):
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(spec.labels):
         return value
     if value is None:
         raise InputError(f'row {place} has no "label", though other rows have one')
