@@ -82,7 +82,12 @@ class _Session(PaddedSession):
         # Proven when it was made (stored_precision); the bundle's hashes keep it so.
         self.spec = SessionSpec(artifact.signature, Layout.PADDED, CPU, artifact.variant.precision)
 
+    def close(self) -> None:
+        self._session = None
+
     def run(self, batch: Batch) -> Outputs:
+        if self._session is None:
+            raise StageError("the session is closed")
         feeds = pad(batch, self.spec.signature)
         try:
             results = self._session.run(

@@ -106,7 +106,12 @@ class _Session(PaddedSession):
         self._places = {spec.name: compiled.output(spec.name).index for spec in artifact.signature.outputs}
         self.spec = SessionSpec(artifact.signature, Layout.PADDED, CPU, _executed_precision(compiled))
 
+    def close(self) -> None:
+        self._request = None
+
     def run(self, batch: Batch) -> Outputs:
+        if self._request is None:
+            raise StageError("the session is closed")
         feeds = pad(batch, self.spec.signature)
         try:
             self._request.infer(
