@@ -36,6 +36,7 @@ CORPUS = (
 
 ClassifierFactory = Callable[..., Path]
 EmbedderFactory = Callable[..., Path]
+TaggerFactory = Callable[[str], Path]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -91,6 +92,23 @@ def tiny_classifier(tmp_path_factory: pytest.TempPathFactory) -> ClassifierFacto
                 **about,
             )
         return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_tagger(tmp_path_factory: pytest.TempPathFactory) -> TaggerFactory:
+    """A model that finds entities of two types, made once a session: `tiny_tagger("bert")`."""
+    made: dict[str, Path] = {}
+    labels = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
+
+    def make(architecture: str = "bert") -> Path:
+        if architecture not in made:
+            made[architecture] = tmp_path_factory.mktemp("models") / f"{architecture}-tagger"
+            about = {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
+            # The pipeline cuts a text where the tokenizer says, so here the tokenizer knows the model's limit.
+            _save(architecture, "ForTokenClassification", made[architecture], **about)
+        return made[architecture]
 
     return make
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,18 @@ def _print_answers(texts: list[str], answers: Any) -> None:
         _print_vectors(texts, answers)
         return
     for text, answer in zip(texts, answers, strict=True):
-        labels = answer if isinstance(answer, list) else [answer]
-        shown = "  ".join(f"[bold]{escape(entry['label'])}[/] {entry['score']:.4f}" for entry in labels)
+        entries = answer if isinstance(answer, list) else [answer]
+        shown = "  ".join(_shown(entry) for entry in entries) or "–"
         _print_line(f"{shown} [dim]{escape(text)}[/]")
+
+
+def _shown(entry: Mapping[str, Any]) -> str:
+    """A label and its score, after the words it stands for where it is of a part of the text."""
+    from rich.markup import escape
+
+    label = next(entry[key] for key in ("label", "entity_group", "entity") if key in entry)
+    words = f"{escape(entry['word'])} " if "word" in entry else ""
+    return f"{words}[bold]{escape(label)}[/] {entry['score']:.4f}"
 
 
 def _print_vectors(texts: list[str], vectors: Any) -> None:

@@ -64,6 +64,21 @@ class Tokenizer:
         decoder = self._backend.decoder
         return decoder.decode(list(tokens)) if decoder is not None else " ".join(tokens)
 
+    def token(self, token_id: int) -> str:
+        """The token as the vocabulary spells it."""
+        return self._backend.id_to_token(token_id) or ""
+
+    @property
+    def marks_subwords(self) -> bool:
+        """Whether tokens that go on with a word carry a mark of it, as WordPiece's ## does."""
+        return bool(getattr(self._backend.model, "continuing_subword_prefix", None))
+
+    @property
+    def unknown_id(self) -> int | None:
+        # Byte-level and Unigram models do not name their unknown token; transformers calls it one of these.
+        names = (getattr(self._backend.model, "unk_token", None), "<unk>", "[UNK]")
+        return next((found for name in names if name and (found := self._backend.token_to_id(name)) is not None), None)
+
     def _tokens(self, encodings: Sequence[Encoding]) -> Tokens:
         columns = {name: [getattr(encoding, _COLUMNS[name]) for encoding in encodings] for name in self.spec.inputs}
         truncated = tuple(row for row, encoding in enumerate(encodings) if encoding.overflowing)

@@ -10,6 +10,7 @@ from typing import TypeAlias, TypedDict
 
 import numpy as np
 
+from hasten.core.entities import OUTSIDE, spans
 from hasten.core.errors import InputError
 from hasten.core.registry import did_you_mean
 from hasten.core.report import Agreement, Metric
@@ -19,7 +20,6 @@ from hasten.core.tokenizer import Tokenizer, Tokens
 from hasten.tasks import Encoded, Row, TaskSpec, not_finite, parse_texts, read_options
 
 LOGITS = "logits"
-OUTSIDE = "O"
 
 # A text, or a sentence that is already cut into words.
 Text: TypeAlias = str | tuple[str, ...]
@@ -192,7 +192,7 @@ class TokenClassification:
         broken = ~np.isfinite(ours).all(axis=1)
         if broken.any():
             agreement = not_finite("same label", ours, theirs, replace(encoded, item_of_row=owners))
-            return replace(agreement, worst=_worst(broken.astype(np.float64), owners, encoded.items))
+            return replace(agreement, worst=tuple(dict.fromkeys(owners[broken].tolist()))[:3])
         error = np.abs(ours - theirs).max(axis=1)
         flipped = ours.argmax(axis=1) != theirs.argmax(axis=1)
         flips = int(flipped.sum())
@@ -209,33 +209,8 @@ class TokenClassification:
             cosine_min=float(cosines.min()),
             rank_correlation=float(np.mean([spearman(ours[:, i], theirs[:, i]) for i in range(ours.shape[1])])),
             # A flip is worse than any error that flips nothing.
-            worst=_worst(error + flipped * 1e6, owners, encoded.items),
+            worst=_worst(np.where(flipped, error + 1e6, error), owners, encoded.items),
         )
-
-
-def spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """The entities in a row of tags, as (type, first, last): seqeval's default, which is conlleval's.
-
-    An I- that continues nothing starts an entity all the same, and so does a change of type.
-    """
-    found = set()
-    kind, first, before = "", 0, OUTSIDE
-    for place, tag in enumerate([*tags, OUTSIDE]):
-        mark, type_ = _mark(tag)
-        continues = OUTSIDE not in (mark, before) and type_ == kind and mark not in "BS" and before not in "ES"
-        if not continues:
-            if before != OUTSIDE:
-                found.add((kind, first, place - 1))
-            kind, first = type_, place
-        before = mark
-    return found
-
-
-def _mark(tag: str) -> tuple[str, str]:
-    """B, I, E, S or O, and the type. A label without a mark, as of parts of speech, goes on while it is the same."""
-    if tag in ("B", "I", "E", "S", OUTSIDE):
-        return tag, ""
-    return (tag[0], tag[2:]) if tag[1:2] == "-" else ("I", tag)
 
 
 def _parse_words(entry: object, place: int) -> tuple[str, ...] | None:
@@ -283,12 +258,9 @@ def _word_starts(words: Sequence[str]) -> tuple[int, ...]:
 
 def _piece_reader(sentences: Sentences) -> Callable[[int, FloatArray], Iterator[_Piece]]:
     """Row and scores to the tokens of the text, with the pipeline's own idea of which of them go on with a word."""
-    backend = sentences.tokenizer._backend
+    tokenizer = sentences.tokenizer
     # Only a tokenizer that marks what continues a word tells by the token; for others the pipeline looks for spaces.
-    marks_subwords = bool(getattr(backend.model, "continuing_subword_prefix", None))
-    # Byte-level and Unigram models do not name their unknown token; transformers calls it one of these.
-    names = (getattr(backend.model, "unk_token", None), "<unk>", "[UNK]")
-    unknown = next((found for name in names if name and (found := backend.token_to_id(name)) is not None), None)
+    marks_subwords, unknown = tokenizer.marks_subwords, tokenizer.unknown_id
 
     def read(row: int, scores: FloatArray) -> Iterator[_Piece]:
         encoding, text, starts = sentences.encodings[row], sentences.texts[row], sentences.word_starts[row]
@@ -299,7 +271,7 @@ def _piece_reader(sentences: Sentences) -> Callable[[int, FloatArray], Iterator[
             if starts is not None and word is not None:
                 start, end = start + starts[word], end + starts[word]
             # Not encoding.tokens: of an unknown or an added token those give the text's own spelling.
-            spelled, surface = backend.id_to_token(token_id) or "", text[start:end]
+            spelled, surface = tokenizer.token(token_id), text[start:end]
             if token_id == unknown:
                 spelled, is_subword = surface, False
             elif marks_subwords:
@@ -406,8 +378,9 @@ def _label(tag: object, spec: TaskSpec, place: int) -> str:
 
 
 def _real_tokens(encoded: Encoded) -> BoolArray:
-    real = np.concatenate([encoding.special_tokens_mask for encoding in encoded.encodings]) == 0
-    return real if real.any() else ~real  # texts of nothing but blanks to the tokenizer
+    special: IntArray = np.concatenate([encoding.special_tokens_mask for encoding in encoded.encodings])
+    real: BoolArray = special == 0
+    return real if real.any() else ~real  # where texts are nothing to the tokenizer, there is only this to compare
 
 
 def _worst(badness: FloatArray, owners: IntArray, items: int) -> tuple[int, ...]:
