@@ -140,8 +140,13 @@ def not_finite(measure: str, ours: FloatArray, theirs: FloatArray, encoded: Enco
     )
 
 
-def read_options(kind: type[Options], given: Mapping[str, object]) -> Options:
-    """A task's options from keyword arguments or JSON, unknown names and wrong types refused."""
+def read_options(kind: type[Options], given: Mapping[str, object], *, any_case: str = "") -> Options:
+    """A task's options from keyword arguments or JSON, unknown names and wrong types refused.
+
+    `any_case` names the option whose words transformers' pipeline takes in capitals too.
+    """
+    if isinstance(word := given.get(any_case), str):
+        given = {**given, any_case: word.lower()}
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for name in given:
         if name not in known:

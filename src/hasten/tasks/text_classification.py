@@ -68,11 +68,7 @@ class TextClassification:
         return parse_texts(payload)
 
     def options(self, spec: TaskSpec, given: Mapping[str, object]) -> Options:
-        # The pipeline takes the function's name in any case.
-        function = given.get("function_to_apply")
-        asked = read_options(
-            _Given, {**given, "function_to_apply": function.lower()} if isinstance(function, str) else given
-        )
+        asked = read_options(_Given, given, any_case="function_to_apply")
         is_single = isinstance(asked.top_k, msgspec.UnsetType)
         top_k = 1 if isinstance(asked.top_k, msgspec.UnsetType) else asked.top_k
         if top_k is not None and top_k < 1:

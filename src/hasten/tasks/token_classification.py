@@ -124,11 +124,7 @@ class TokenClassification:
         return items
 
     def options(self, spec: TaskSpec, given: Mapping[str, object]) -> Options:
-        # The pipeline takes the strategy's name in any case.
-        strategy = given.get("aggregation_strategy")
-        asked = read_options(
-            _Given, {**given, "aggregation_strategy": strategy.lower()} if isinstance(strategy, str) else given
-        )
+        asked = read_options(_Given, given, any_case="aggregation_strategy")
         ignored = (OUTSIDE,) if asked.ignore_labels is None else asked.ignore_labels
         return Options(spec.labels, asked.aggregation_strategy or Aggregation.NONE, ignored)
 
