@@ -97,6 +97,24 @@ def tiny_classifier(tmp_path_factory: pytest.TempPathFactory) -> ClassifierFacto
 
 
 @pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Any head on any architecture, made once a session: `tiny_model("roberta", "ForMaskedLM")`; more goes to its config.
+
+    The tokenizer knows the model's limit, so that pipelines cut where we cut.
+    """
+    made: dict[tuple[str, ...], Path] = {}
+
+    def make(architecture: str, head: str, **about: Any) -> Path:
+        key = (architecture, head, repr(sorted(about.items())))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("models") / f"{architecture}-{head}"
+            _save(architecture, head, made[key], **about)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def tiny_tagger(tmp_path_factory: pytest.TempPathFactory) -> TaggerFactory:
     """A model that finds entities of two types, made once a session: `tiny_tagger("bert")`."""
     made: dict[str, Path] = {}

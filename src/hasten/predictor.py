@@ -61,7 +61,7 @@ class Predictor:
             parts.append((rows, outputs))
             if on_batch is not None:
                 on_batch(len(rows))
-        return gather(parts, batch.lengths, self.session.spec.signature)
+        return gather(parts, batch, self.session.spec.signature)
 
     def close(self) -> None:
         self.session.close()

@@ -68,7 +68,7 @@ def sources(
     output = TensorSpec("last_hidden_state", DType.FLOAT32, (BATCH, SEQUENCE, 32))
     tokens = replace(
         rows,
-        module=Exportable(rows.module.model.bert, inputs, output.name, None),
+        module=Exportable(rows.module.model.bert, inputs, [output.name]),
         signature=replace(rows.signature, outputs=(output,)),
     )
     found = {}

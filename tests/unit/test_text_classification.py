@@ -188,7 +188,7 @@ def test_a_pair_is_one_row(tokenizer: Tokenizer) -> None:
 
 
 def test_the_sample_has_pairs_beside_texts() -> None:
-    rows = TASK.sample(["a", "b" * 400, "c"])
+    rows = TASK.sample(["a", "b" * 400, "c"], SINGLE)
     assert rows == [{"text": "a"}, {"text": "b" * 400}, {"text": "c"}, {"text": "a", "text_pair": "c"}]
 
 

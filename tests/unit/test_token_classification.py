@@ -255,7 +255,7 @@ def test_bad_input_is_refused_by_its_place(payload: object, said: str) -> None:
 
 
 def test_the_sample_is_plain_texts() -> None:
-    assert TASK.sample(["a", "b"]) == [{"text": "a"}, {"text": "b"}]
+    assert TASK.sample(["a", "b"], SPEC) == [{"text": "a"}, {"text": "b"}]
 
 
 # --- gold labels and scores

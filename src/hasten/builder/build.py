@@ -13,8 +13,9 @@ from pathlib import Path
 from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source
 from hasten.builder.check import check_graph, check_tokenizer
 from hasten.builder.choose import BASELINE, contenders, explain, rank
+from hasten.builder.detect import detect_task
 from hasten.builder.export import EXTERNAL_DATA_BYTES, IR_VERSION, OPSET, export
-from hasten.builder.load import LoadedModel, detect_task, load_model, save_tokenizer
+from hasten.builder.load import LoadedModel, load_model, save_tokenizer
 from hasten.builder.optimize import fuse
 from hasten.builder.source import ModelDirectory, find_model
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
@@ -34,10 +35,10 @@ from hasten.measure.data import read_rows, sample_rows
 from hasten.measure.verify import Expectation, expect, verify
 from hasten.predictor import Predictor
 from hasten.quantize.dynamic import quantize_dynamic
-from hasten.tasks import TASKS, Row
 
 # Enough to see half a percent of flips; more would only make the bundle heavier.
 _STORED_REFERENCE_ROWS = 2000
+_STORED_REFERENCE_BYTES = 2**25
 # The two a bundle holds by default are the two whose other shapes matter.
 _FINALISTS = 2
 
@@ -115,7 +116,7 @@ class _Build:
             notes.append(f"{loaded.architecture} for {loaded.task.name}, up to {loaded.signature.max_length} tokens")
 
         with self._stage("reference") as notes:
-            rows = self._rows()
+            rows = read_rows(self.plan.data) if self.plan.data else sample_rows(loaded.task)
             original = self._original(loaded)
             expected = expect(Predictor(loaded.task, tokenizer, original), rows, self.progress)
             if self.plan.gate.max_drop is not None and expected.metric is None:
@@ -168,7 +169,7 @@ class _Build:
             for variant in kept:
                 writer.add_variant(eligible[variant].artifact)
             writer.add_tokenizer(tokenizer_file)
-            stored = rows[:_STORED_REFERENCE_ROWS]
+            stored = rows[: _stored_rows(expected)]
             writer.add_reference(stored, expected.first(len(stored), loaded.signature))
             writer.add_report(report)
             return writer.commit(self._manifest(model, loaded, graphs, [eligible[variant] for variant in kept]))
@@ -195,9 +196,6 @@ class _Build:
         folder = self.work / name
         folder.mkdir()
         return folder
-
-    def _rows(self) -> list[Row]:
-        return read_rows(self.plan.data) if self.plan.data else sample_rows(TASKS.get(self.about.task))
 
     def _shapes(self, loaded: LoadedModel, notes: list[str]) -> Shapes:
         limit = loaded.signature.max_length
@@ -291,6 +289,12 @@ class _Build:
             machine=self.machine,
             files={},
         )
+
+
+def _stored_rows(expected: Expectation) -> int:
+    """How many answers a bundle keeps: vectors of all tokens, or scores of a whole vocabulary, are large."""
+    size = sum(output.nbytes for output in expected.outputs.values())
+    return min(_STORED_REFERENCE_ROWS, max(16, expected.encoded.items * _STORED_REFERENCE_BYTES // max(1, size)))
 
 
 def _entry(trial: _Trial) -> VariantEntry:

@@ -26,9 +26,11 @@ def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERN
     except ImportError as error:
         raise missing_package(error.name or "onnx", "exporting", "build") from error
 
+    from hasten.builder.head import example
+
     module, signature = loaded.module, loaded.signature
-    example = _example(loaded)
     names = [spec.name for spec in signature.inputs]
+    feeds = example(names, loaded.tokenizer.pad_id, signature.mask_id)
     axes = {
         spec.name: {place: name for place, name in enumerate(spec.shape) if isinstance(name, str)}
         for spec in (*signature.inputs, *signature.outputs)
@@ -42,7 +44,7 @@ def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERN
             # (docs/decisions/exporter.md).
             torch.onnx.export(
                 module,
-                tuple(example[name] for name in names),
+                tuple(feeds[name] for name in names),
                 str(parts / file.name),  # a string: only then does it write weights beside a graph past 2 GiB
                 dynamo=False,
                 opset_version=OPSET,
@@ -67,18 +69,6 @@ def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERN
         all_tensors_to_one_file=True,
     )
     _remove(parts)
-
-
-def _example(loaded: LoadedModel) -> dict[str, Any]:
-    """Two rows of different length, so that no size is traced as one and the mask matters."""
-    import torch
-
-    lengths = torch.tensor([7, 5])
-    mask = (torch.arange(7) < lengths[:, None]).long()
-    feeds: dict[str, Any] = {spec.name: torch.zeros((2, 7), dtype=torch.int64) for spec in loaded.signature.inputs}
-    feeds["input_ids"] = torch.where(mask.bool(), torch.full((2, 7), 5), torch.tensor(loaded.tokenizer.pad_id))
-    feeds["attention_mask"] = mask
-    return feeds
 
 
 @contextmanager

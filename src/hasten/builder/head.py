@@ -17,20 +17,77 @@ _NEVER = -1e9
 class Exportable(nn.Module):
     """Takes tensors by name, gives a tuple of tensors: what exporters and sessions want."""
 
-    def __init__(self, model: nn.Module, inputs: Sequence[str], output: str, head: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         super().__init__()
         self.model = model
         self.inputs = tuple(inputs)
-        self.output = output
-        self.head = head
+        self.outputs = tuple(outputs)
         self.eval()
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, ...]:
-        feeds = dict(zip(self.inputs, args, strict=False)) | kwargs
+        return self.answer(dict(zip(self.inputs, args, strict=False)) | kwargs)
+
+    def answer(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
         outputs: Any = self.model(**feeds, return_dict=True)
-        if self.head is None:
-            return (outputs[self.output],)
+        return tuple(outputs[name] for name in self.outputs)
+
+
+class Pooled(Exportable):
+    """One vector a text instead of one a token."""
+
+    def __init__(self, model: nn.Module, inputs: Sequence[str], outputs: Sequence[str], head: PoolingHead) -> None:
+        super().__init__(model, inputs, outputs)
+        self.head = head.eval()
+
+    def answer(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        outputs: Any = self.model(**feeds, return_dict=True)
         return (self.head(outputs["last_hidden_state"], feeds["attention_mask"]),)
+
+
+class OneChoice(Exportable):
+    """A multiple-choice model asked one choice a row: how many belong together is for the task to know."""
+
+    def answer(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return super().answer({name: value.unsqueeze(1) for name, value in feeds.items()})
+
+
+class AtMasks(Exportable):
+    """Logits of the mask tokens alone: over a whole vocabulary, those of all tokens cost more than the model."""
+
+    def __init__(self, model: Any, inputs: Sequence[str], outputs: Sequence[str], mask_id: int) -> None:
+        setattr(model, model.base_model_prefix, _MaskRows(model.base_model, mask_id))
+        super().__init__(model, inputs, outputs)
+
+    def answer(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return tuple(output.squeeze(0) for output in super().answer(feeds))
+
+
+class _MaskRows(nn.Module):
+    """The bare model, its vectors of mask tokens end to end as if they were one text: the head takes each by itself."""
+
+    def __init__(self, base: nn.Module, mask_id: int) -> None:
+        super().__init__()
+        self.base = base
+        self.mask_id = mask_id
+
+    def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        outputs = self.base(input_ids, *args, **kwargs)
+        # A product of places and widths instead of a boolean index, which exporters turn into more operators.
+        places = (input_ids.flatten() == self.mask_id).nonzero().squeeze(1)
+        outputs.last_hidden_state = outputs.last_hidden_state.flatten(0, 1).index_select(0, places).unsqueeze(0)
+        return outputs
+
+
+def example(inputs: Sequence[str], pad_id: int, mask_id: int | None) -> dict[str, Tensor]:
+    """Two rows of different length, so that no size is traced as one and the mask matters."""
+    lengths = torch.tensor([7, 5])
+    mask = torch.arange(7) < lengths[:, None]
+    feeds = {name: torch.zeros((2, 7), dtype=torch.int32) for name in inputs}
+    feeds["input_ids"] = torch.where(mask, 5, pad_id).int()
+    if mask_id is not None:
+        feeds["input_ids"][[0, 0, 1], [2, 4, 1]] = mask_id
+    feeds["attention_mask"] = mask.int()
+    return feeds
 
 
 class PoolingHead(nn.Module):

@@ -5,26 +5,26 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hasten.builder.detect import EMBEDDING, RANKING, detect_task
 from hasten.builder.sentence_layout import SentenceLayout, read_layout
 from hasten.builder.source import ModelDirectory
-from hasten.core.errors import PlanError, StageError, UnsupportedError, missing_package
+from hasten.core.errors import StageError, UnsupportedError, missing_package
 from hasten.core.plan import Plan
-from hasten.core.tensors import ATTENTION_MASK, BATCH, SEQUENCE, DType, Signature, TensorSpec
+from hasten.core.tensors import ATTENTION_MASK, BATCH, MASKS, SEQUENCE, DType, Signature, TensorSpec
 from hasten.core.tokenizer import TokenizerSpec
-from hasten.tasks import TASKS, AnyTask, TaskSpec
+from hasten.tasks import AnyTask, TaskSpec
 
 if TYPE_CHECKING:
     from hasten.builder.head import Exportable
 
 # Tokenizers that know no limit say so with a number near 10^30.
 _NO_LIMIT = 1_000_000
-_EMBEDDING_TASK = "sentence-similarity"
 
 # Architectures whose position table is longer than the texts they take: the first positions are reserved for padding.
 _RESERVED_POSITIONS = {
@@ -49,33 +49,6 @@ class LoadedModel:
     architecture: str
 
 
-def detect_task(model: ModelDirectory, plan: Plan) -> AnyTask:
-    """The task that was asked for, if the model fits it; otherwise the one its configuration names."""
-    has_layout = (model.path / "modules.json").is_file()
-    found = next((task for task in TASKS.all() if model.architecture.endswith(task.heads)), None)
-    if has_layout and found is None:
-        found = TASKS.get(_EMBEDDING_TASK)
-    meant = plan.task or (found.name if found else _EMBEDDING_TASK)
-    if plan.pooling is not None and meant != _EMBEDDING_TASK:
-        raise PlanError(f"--pooling is for {_EMBEDDING_TASK}, and {model.id} is for {meant}")
-    if plan.task is None:
-        if found is None and plan.pooling is not None:
-            return TASKS.get(_EMBEDDING_TASK)
-        if found is None:
-            raise PlanError(
-                f"cannot tell the task of {model.id} from its architecture '{model.architecture or 'unknown'}'",
-                hint=f"--task with one of: {', '.join(TASKS.names())}",
-            )
-        return found
-    asked = TASKS.get(plan.task)
-    if asked.heads and not model.architecture.endswith(asked.heads):
-        fits = f"; it fits {found.name}" if found else ""
-        raise PlanError(
-            f"{model.id} is a {model.architecture or 'model of unknown kind'}, which has no head for {asked.name}{fits}"
-        )
-    return asked
-
-
 def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
     try:
         import torch
@@ -84,7 +57,7 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
         raise missing_package(error.name or "torch", "building", "build") from error
 
     task = detect_task(model, plan)
-    layout = read_layout(model, plan) if task.name == _EMBEDDING_TASK else None
+    layout = read_layout(model, plan) if task.name == EMBEDDING else None
     with quiet_libraries():
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(model.path, trust_remote_code=plan.trust_remote_code)
@@ -100,8 +73,8 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
             )
         except Exception as error:
             raise StageError(f"{model.id} does not load: {_first_line(error)}", hint=_hint(error)) from error
-    # transformers fills in random numbers and only warns. A pooler is not ours to miss: pooling has its own head.
-    missing = sorted(name for name in loading["missing_keys"] if layout is None or "pooler." not in name)
+    # transformers fills in random numbers and only warns. Of a bare model, nobody reads the pooler.
+    missing = sorted(name for name in loading["missing_keys"] if task.heads or "pooler." not in name)
     if missing:
         raise StageError(
             f"{model.id} has no weights for {len(missing)} tensors of {type(module).__name__}, such as '{missing[0]}'"
@@ -120,8 +93,6 @@ def describe(
     model: ModelDirectory,
 ) -> LoadedModel:
     """Everything the rest of the build needs to know, gathered once."""
-    from hasten.builder.head import Exportable, PoolingHead
-
     if not getattr(tokenizer, "is_fast", False):
         raise UnsupportedError(
             f"the tokenizer of {model.id} ({type(tokenizer).__name__}) has no tokenizers-library form,"
@@ -137,26 +108,23 @@ def describe(
     limit = _max_length(module.config, tokenizer, layout)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     pads_left = tokenizer.padding_side == "left"
-    head = None
-    width = int(getattr(module.config, "num_labels", 0) or 0)
+    mask_id = _mask_id(tokenizer, model) if MASKS in task.axes else None
     if layout is not None:
         pads_left = False  # pooling reads rows from their first position (builder/head.py)
-        dense = [layer.module() for layer in layout.dense]
-        head = PoolingHead(layout.pooling, dense, layout.normalize)
-        width = dense[-1][0].out_features if dense else module.config.hidden_size * len(layout.pooling)
+    exportable = _exportable(module.eval(), inputs, task, layout, mask_id)
     signature = Signature(
+        # 32 bits hold every id, and what is half as wide is copied in half the time.
         inputs=tuple(
-            TensorSpec(name, DType.INT64, (BATCH, SEQUENCE), pad_id if name == "input_ids" else 0) for name in inputs
+            TensorSpec(name, DType.INT32, (BATCH, SEQUENCE), pad_id if name == "input_ids" else 0) for name in inputs
         ),
-        outputs=(
-            TensorSpec(task.output, DType.FLOAT32, (BATCH, SEQUENCE, width) if task.is_per_token else (BATCH, width)),
-        ),
+        outputs=_outputs(exportable, task, pad_id, mask_id),
         max_length=limit,
         pads_left=pads_left,
+        mask_id=mask_id,
     )
     return LoadedModel(
-        module=Exportable(module.eval(), inputs, task.output, head),
-        task=_task_spec(task, module.config, layout),
+        module=exportable,
+        task=_task_spec(task, module.config, tokenizer, layout),
         tokenizer=TokenizerSpec(
             inputs=tuple(columns),
             max_length=limit,
@@ -168,6 +136,44 @@ def describe(
         config=module.config,
         architecture=type(module).__name__,
     )
+
+
+def _exportable(
+    module: Any, inputs: Sequence[str], task: AnyTask, layout: SentenceLayout | None, mask_id: int | None
+) -> Exportable:
+    from hasten.builder.head import AtMasks, Exportable, OneChoice, Pooled, PoolingHead
+
+    if layout is not None:
+        head = PoolingHead(layout.pooling, [layer.module() for layer in layout.dense], layout.normalize)
+        return Pooled(module, inputs, task.outputs, head)
+    if mask_id is not None:
+        return AtMasks(module, inputs, task.outputs, mask_id)
+    if task.auto_class == "AutoModelForMultipleChoice":
+        return OneChoice(module, inputs, task.outputs)
+    return Exportable(module, inputs, task.outputs)
+
+
+def _outputs(module: Exportable, task: AnyTask, pad_id: int, mask_id: int | None) -> tuple[TensorSpec, ...]:
+    """Their widths as the module itself shows them: configurations have a name for each in every architecture."""
+    import torch
+
+    from hasten.builder.head import example
+
+    try:
+        with quiet_libraries(), torch.inference_mode():
+            results = module(**example(module.inputs, pad_id, mask_id))
+    except Exception as error:  # a model raises what its author chose to
+        raise StageError(f"{type(module.model).__name__} fails on its first batch: {_first_line(error)}") from error
+    return tuple(
+        TensorSpec(name, DType.FLOAT32, (*task.axes, *result.shape[len(task.axes) :]))
+        for name, result in zip(task.outputs, results, strict=True)
+    )
+
+
+def _mask_id(tokenizer: Any, model: ModelDirectory) -> int:
+    if tokenizer.mask_token_id is None:
+        raise UnsupportedError(f"the tokenizer of {model.id} has no mask token, and fill-mask is about nothing else")
+    return int(tokenizer.mask_token_id)
 
 
 def save_tokenizer(loaded: LoadedModel, file: Path) -> None:
@@ -189,7 +195,7 @@ def _lowercase_first(tokenizer: Any) -> None:
     backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
 
 
-def _task_spec(task: AnyTask, config: Any, layout: SentenceLayout | None) -> TaskSpec:
+def _task_spec(task: AnyTask, config: Any, tokenizer: Any, layout: SentenceLayout | None) -> TaskSpec:
     if layout is not None:
         return TaskSpec(
             task.name,
@@ -198,8 +204,28 @@ def _task_spec(task: AnyTask, config: Any, layout: SentenceLayout | None) -> Tas
             prompts=layout.prompts,
             default_prompt=layout.default_prompt,
         )
-    labels = tuple(str(config.id2label[index]) for index in range(config.num_labels))
-    return TaskSpec(task.name, labels=labels, problem=config.problem_type or "")
+    # Configurations have labels by default; only classifiers mean them.
+    labels = range(config.num_labels) if task.auto_class.endswith("Classification") else ()
+    return TaskSpec(
+        task.name,
+        labels=tuple(str(config.id2label[index]) for index in labels),
+        problem=config.problem_type or "" if labels else "",
+        mask_token=tokenizer.mask_token if MASKS in task.axes else "",
+        activation=_activation(config) if task.name == RANKING else "",
+    )
+
+
+def _activation(config: Any) -> str:
+    """What a cross-encoder's file says its scores are made with, in the words of text-classification's options."""
+    about = getattr(config, "sentence_transformers", None) or {}
+    given = about.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None)
+    if given is None:
+        return "sigmoid" if config.num_labels == 1 else "none"
+    name = str(given).rsplit(".", 1)[-1].lower()
+    known = {"identity": "none", "sigmoid": "sigmoid", "softmax": "softmax"}
+    if name not in known:
+        raise UnsupportedError(f"its scores go through '{given}', which hasten does not know")
+    return known[name]
 
 
 def _max_length(config: Any, tokenizer: Any, layout: SentenceLayout | None) -> int:

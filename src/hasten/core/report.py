@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hasten.core.hardware import Machine
@@ -18,6 +18,8 @@ class Metric:
     name: str
     value: float
     rows: int
+    # What else people know the task's answers by; the gate goes by `value` alone.
+    also: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

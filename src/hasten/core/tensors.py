@@ -20,11 +20,14 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 BATCH = "batch"
 SEQUENCE = "sequence"
+# The axis of an output that has an entry for each mask token, and for no other.
+MASKS = "masks"
 
 # The one input a padded session derives itself: it says which positions are real.
 ATTENTION_MASK = "attention_mask"
 
-# Named outputs. A tensor per row has shape (rows, …); a tensor per token has shape (tokens, …), rows end to end.
+# Named outputs. A tensor per row has shape (rows, …); one per token (tokens, …), one per mask token (masks, …), rows
+# end to end.
 Outputs: TypeAlias = Mapping[str, FloatArray]
 
 
@@ -55,6 +58,17 @@ class Signature:
     outputs: tuple[TensorSpec, ...]
     max_length: int
     pads_left: bool = False
+    # The mask token, where outputs are of it alone.
+    mask_id: int | None = None
+
+    def counts(self, output: TensorSpec, batch: Batch) -> IntArray:
+        """How many entries of an output belong to each row."""
+        if output.is_per_token:
+            return batch.lengths
+        if MASKS not in output.shape:
+            return np.ones(len(batch), np.int32)
+        rows = np.repeat(np.arange(len(batch)), batch.lengths)
+        return np.bincount(rows[batch.values["input_ids"] == self.mask_id], minlength=len(batch))
 
 
 class Layout(StrEnum):
@@ -133,7 +147,7 @@ def pad(batch: Batch, signature: Signature) -> dict[str, IntArray]:
         if spec.name == ATTENTION_MASK:
             feeds[spec.name] = np.ones((rows, width), dtype) if mask is None else mask.astype(dtype)
         elif mask is None:
-            feeds[spec.name] = batch.values[spec.name].reshape(rows, width).astype(dtype)
+            feeds[spec.name] = batch.values[spec.name].reshape(rows, width).astype(dtype, copy=False)
         else:
             feed = np.full((rows, width), spec.pad, dtype)
             feed[mask] = batch.values[spec.name]
@@ -156,21 +170,15 @@ def real_positions(lengths: IntArray, width: int, pads_left: bool = False) -> Bo
     return mask[:, ::-1] if pads_left else mask
 
 
-def gather(parts: Iterable[tuple[IntArray, Outputs]], lengths: IntArray, signature: Signature) -> dict[str, FloatArray]:
+def gather(parts: Iterable[tuple[IntArray, Outputs]], batch: Batch, signature: Signature) -> dict[str, FloatArray]:
     """Put the outputs of several batches back into the order of the rows they were taken from."""
     collected = list(parts)
     result: dict[str, FloatArray] = {}
-    starts = np.concatenate(([0], np.cumsum(lengths)))
     for spec in signature.outputs:
+        starts = np.concatenate(([0], np.cumsum(signature.counts(spec, batch))))
         first = collected[0][1][spec.name]
-        if not spec.is_per_token:
-            whole = np.empty((len(lengths), *first.shape[1:]), first.dtype)
-            for rows, outputs in collected:
-                whole[rows] = outputs[spec.name]
-        else:
-            whole = np.empty((int(starts[-1]), *first.shape[1:]), first.dtype)
-            for rows, outputs in collected:
-                index = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
-                whole[index] = outputs[spec.name]
+        whole = np.empty((int(starts[-1]), *first.shape[1:]), first.dtype)
+        for rows, outputs in collected:
+            whole[np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])] = outputs[spec.name]
         result[spec.name] = whole
     return result

@@ -59,6 +59,24 @@ class Tokenizer:
         """One row per sentence that is already cut into words."""
         return self._tokens(self._backend.encode_batch([list(words) for words in sentences], is_pretokenized=True))
 
+    def encode_whole(self, texts: Sequence[str]) -> list[Encoding]:
+        """Texts as they are: nothing cut, no special tokens. For tasks that cut and join in ways of their own."""
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [self._uncut(encoding) for encoding in encodings]
+
+    def join(self, first: Encoding, second: Encoding | None = None) -> Encoding:
+        """One row of parts that fit together, with the special tokens around them."""
+        return self._backend.post_process(first, second)
+
+    def special_tokens(self, *, is_pair: bool) -> int:
+        """How many tokens `join` adds."""
+        return self._backend.num_special_tokens_to_add(is_pair)
+
+    def tokens(self, encodings: Sequence[Encoding], truncated: Sequence[int] = ()) -> Tokens:
+        """Rows of encodings that were joined here."""
+        columns = {name: [getattr(encoding, _COLUMNS[name]) for encoding in encodings] for name in self.spec.inputs}
+        return Tokens(Batch.from_rows(columns), tuple(truncated), encodings)
+
     def to_text(self, tokens: Sequence[str]) -> str:
         """Tokens put together again, as transformers' convert_tokens_to_string does."""
         decoder = self._backend.decoder
@@ -67,6 +85,9 @@ class Tokenizer:
     def token(self, token_id: int) -> str:
         """The token as the vocabulary spells it."""
         return self._backend.id_to_token(token_id) or ""
+
+    def id_of(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
 
     @property
     def marks_subwords(self) -> bool:
@@ -80,6 +101,12 @@ class Tokenizer:
         return next((found for name in names if name and (found := self._backend.token_to_id(name)) is not None), None)
 
     def _tokens(self, encodings: Sequence[Encoding]) -> Tokens:
-        columns = {name: [getattr(encoding, _COLUMNS[name]) for encoding in encodings] for name in self.spec.inputs}
-        truncated = tuple(row for row, encoding in enumerate(encodings) if encoding.overflowing)
-        return Tokens(Batch.from_rows(columns), truncated, encodings)
+        return self.tokens(encodings, [row for row, encoding in enumerate(encodings) if encoding.overflowing])
+
+    def _uncut(self, encoding: Encoding) -> Encoding:
+        """The parts put together again: the backend always cuts, and hands over what it cut off."""
+        if not encoding.overflowing:
+            return encoding
+        rest = encoding.overflowing
+        parts = [*reversed(rest), encoding] if self.spec.truncates_left else [encoding, *rest]
+        return Encoding.merge(parts, growing_offsets=False)

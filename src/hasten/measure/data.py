@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from hasten.core.errors import InputError
-from hasten.tasks import AnyTask, Row
+from hasten.tasks import TASKS, Row, TaskSpec
 
 
 def read_rows(path: Path | str) -> list[Row]:
@@ -55,6 +55,6 @@ def sample_texts() -> list[str]:
     return [json.loads(line)["text"] for line in text.split("\n") if line]
 
 
-def sample_rows(task: AnyTask) -> list[Row]:
+def sample_rows(spec: TaskSpec) -> list[Row]:
     """The built-in sample in the form the task takes."""
-    return task.sample(sample_texts())
+    return TASKS.get(spec.name).sample(sample_texts(), spec)

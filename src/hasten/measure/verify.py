@@ -36,9 +36,9 @@ class Expectation:
     def first(self, items: int, signature: Signature) -> Outputs:
         """The outputs of the first items alone."""
         rows = int((self.encoded.item_of_row < items).sum())
-        tokens = int(self.encoded.batch.lengths[:rows].sum())
-        counts = {spec.name: tokens if spec.is_per_token else rows for spec in signature.outputs}
-        return {name: value[: counts[name]] for name, value in self.outputs.items()}
+        batch = self.encoded.batch
+        ends = {spec.name: int(signature.counts(spec, batch)[:rows].sum()) for spec in signature.outputs}
+        return {name: value[: ends[name]] for name, value in self.outputs.items()}
 
 
 def expect(

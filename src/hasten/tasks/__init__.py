@@ -50,6 +50,9 @@ class TaskSpec:
     normalize: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    mask_token: str = ""
+    # What turns a ranking model's logit into its score.
+    activation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +77,22 @@ class Task(Protocol[Item, Answer, Options]):
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """How the names of model classes that fit this task end."""
+        """How the names of model classes that fit this task end; none where the bare model is enough."""
         ...
 
     @property
-    def output(self) -> str:
-        """What the graph calls its output, which is also the model's own name for it unless it is pooled."""
+    def is_detected(self) -> bool:
+        """Whether a model with such a head is taken to be for this task when nobody says otherwise."""
         ...
 
     @property
-    def is_per_token(self) -> bool:
-        """Whether the graph gives a vector for every token, or one for every row."""
+    def outputs(self) -> tuple[str, ...]:
+        """What the graph calls its outputs, which are also the model's own names for them unless they are pooled."""
+        ...
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """What the outputs have an entry for: each row (BATCH,), each token (BATCH, SEQUENCE), each mask (MASKS,)."""
         ...
 
     @property
@@ -106,7 +114,7 @@ class Task(Protocol[Item, Answer, Options]):
         """The answers in the shape that fits the payload: one for one, a list for a list."""
         ...
 
-    def sample(self, texts: Sequence[str]) -> list[Row]:
+    def sample(self, texts: Sequence[str], spec: TaskSpec) -> list[Row]:
         """Rows of a data file made from plain texts, to judge a model on when the user has no data."""
         ...
 

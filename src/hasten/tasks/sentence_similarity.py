@@ -12,7 +12,7 @@ import numpy as np
 from hasten.core.errors import InputError
 from hasten.core.report import Agreement, Metric
 from hasten.core.statistics import relative_error, row_cosines, spearman
-from hasten.core.tensors import FloatArray, Outputs
+from hasten.core.tensors import BATCH, FloatArray, Outputs
 from hasten.core.tokenizer import Tokenizer
 from hasten.tasks import Encoded, Row, TaskSpec, checked_text, not_finite, parse_texts, read_options
 
@@ -40,8 +40,9 @@ class SentenceSimilarity:
     name = "sentence-similarity"
     auto_class = "AutoModel"
     heads = ()
-    output = EMBEDDING
-    is_per_token = False
+    is_detected = False
+    outputs = (EMBEDDING,)
+    axes = (BATCH,)
     min_agreement = 0.999
 
     def parse(self, payload: object) -> list[Text]:
@@ -88,7 +89,7 @@ class SentenceSimilarity:
             return answers[0]
         return np.stack([np.asarray(answer, np.float32) for answer in answers]) if _are_alike(answers) else answers
 
-    def sample(self, texts: Sequence[str]) -> list[Row]:
+    def sample(self, texts: Sequence[str], spec: TaskSpec) -> list[Row]:
         return [{"text": text} for text in texts]
 
     def gold(self, rows: Sequence[Row], spec: TaskSpec) -> list[object] | None:

@@ -16,7 +16,7 @@ from hasten.core.errors import InputError
 from hasten.core.registry import did_you_mean
 from hasten.core.report import Agreement, Metric
 from hasten.core.statistics import concordance, pearson, relative_error, row_cosines, spearman
-from hasten.core.tensors import FloatArray, Outputs
+from hasten.core.tensors import BATCH, FloatArray, Outputs
 from hasten.core.tokenizer import Tokenizer
 from hasten.tasks import Encoded, Row, TaskSpec, not_finite, parse_texts, read_options
 
@@ -60,8 +60,9 @@ class TextClassification:
     name = "text-classification"
     auto_class = "AutoModelForSequenceClassification"
     heads = ("ForSequenceClassification",)
-    output = LOGITS
-    is_per_token = False
+    is_detected = True
+    outputs = (LOGITS,)
+    axes = (BATCH,)
     min_agreement = 0.995
 
     def parse(self, payload: object) -> list[Text]:
@@ -100,7 +101,7 @@ class TextClassification:
         # The pipeline wraps the one answer to a bare string, and only then.
         return answers if isinstance(payload, str) and options.is_single else answers[0]
 
-    def sample(self, texts: Sequence[str]) -> list[Row]:
+    def sample(self, texts: Sequence[str], spec: TaskSpec) -> list[Row]:
         """Pairs beside single texts: a model that compares two is judged on what it is for."""
         short = [text for text in texts if len(text) < 300]
         pairs = pairwise(short[: _SAMPLE_PAIRS + 1])

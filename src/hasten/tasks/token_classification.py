@@ -15,7 +15,7 @@ from hasten.core.errors import InputError
 from hasten.core.registry import did_you_mean
 from hasten.core.report import Agreement, Metric
 from hasten.core.statistics import relative_error, row_cosines, spearman
-from hasten.core.tensors import Batch, BoolArray, FloatArray, IntArray, Outputs
+from hasten.core.tensors import BATCH, SEQUENCE, Batch, BoolArray, FloatArray, IntArray, Outputs
 from hasten.core.tokenizer import Tokenizer, Tokens
 from hasten.tasks import Encoded, Row, TaskSpec, not_finite, parse_texts, read_options
 
@@ -104,8 +104,9 @@ class TokenClassification:
     name = "token-classification"
     auto_class = "AutoModelForTokenClassification"
     heads = ("ForTokenClassification",)
-    output = LOGITS
-    is_per_token = True
+    is_detected = True
+    outputs = (LOGITS,)
+    axes = (BATCH, SEQUENCE)
     min_agreement = 0.995
 
     def parse(self, payload: object) -> list[Text]:
@@ -157,7 +158,7 @@ class TokenClassification:
     def present(self, payload: object, answers: list[Answer], options: Options) -> object:
         return answers if isinstance(payload, list | tuple) else answers[0]
 
-    def sample(self, texts: Sequence[str]) -> list[Row]:
+    def sample(self, texts: Sequence[str], spec: TaskSpec) -> list[Row]:
         return [{"text": text} for text in texts]
 
     def gold(self, rows: Sequence[Row], spec: TaskSpec) -> list[object] | None:

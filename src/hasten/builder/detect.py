@@ -1,0 +1,45 @@
+"""Which task a model is for: the one that was asked for, if it fits, or the one its files name."""
+
+from __future__ import annotations
+
+from hasten.builder.source import ModelDirectory
+from hasten.core.errors import PlanError
+from hasten.core.plan import Plan
+from hasten.tasks import TASKS, AnyTask
+
+EMBEDDING = "sentence-similarity"
+RANKING = "text-ranking"
+_BARE = "feature-extraction"
+
+
+def detect_task(model: ModelDirectory, plan: Plan) -> AnyTask:
+    found = _find(model)
+    meant = plan.task or (EMBEDDING if found in (None, _BARE) and plan.pooling is not None else found)
+    if plan.pooling is not None and meant != EMBEDDING:
+        raise PlanError(f"--pooling is for {EMBEDDING}, and {model.id} is for {meant}")
+    if meant is None:
+        raise PlanError(
+            f"cannot tell the task of {model.id} from its architecture '{model.architecture or 'unknown'}'",
+            hint=f"--task with one of: {', '.join(TASKS.names())}",
+        )
+    task = TASKS.get(meant)
+    if task.heads and not model.architecture.endswith(task.heads):
+        fits = f"; it fits {found}" if found else ""
+        raise PlanError(
+            f"{model.id} is a {model.architecture or 'model of unknown kind'}, which has no head for {task.name}{fits}"
+        )
+    return task
+
+
+def _find(model: ModelDirectory) -> str | None:
+    """What the model's files say, sentence-transformers' first: they tell more than the name of a class."""
+    if "sentence_transformers" in model.config and model.architecture.endswith("ForSequenceClassification"):
+        return RANKING
+    for task in TASKS.all():
+        if task.is_detected and model.architecture.endswith(task.heads):
+            return task.name
+    if (model.path / "modules.json").is_file():
+        return EMBEDDING
+    # BertModel, but not GPT2LMHeadModel.
+    is_bare = model.architecture.endswith("Model") and not model.architecture.endswith(("HeadModel", "HeadsModel"))
+    return _BARE if is_bare else None
