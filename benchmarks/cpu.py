@@ -23,8 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hasten.backends import BACKENDS, Artifact, RunOptions, Source
-from hasten.builder.choose import BASELINE
+from hasten.backends import BACKENDS, Artifact, RunOptions
 from hasten.builder.load import load_model
 from hasten.builder.source import find_model
 from hasten.bundle import Bundle, open_bundle
@@ -92,7 +91,7 @@ def speed(model: str, bundle: Bundle, folder: Path, budget_s: float) -> list[dic
     plan = Plan(model)
     loaded = load_model(find_model(plan), plan)
     (folder / "torch").mkdir()
-    baseline = BACKENDS.get("torch").make(Source(loaded.signature, {}, loaded.module), BASELINE, folder / "torch")
+    baseline = BACKENDS.get("torch").make(loaded.source, loaded.baseline, folder / "torch")
     chosen = bundle.artifact(bundle.chosen)
     graph = bundle.graph()
     by_hand = [

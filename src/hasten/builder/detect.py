@@ -23,22 +23,24 @@ def detect_task(model: ModelDirectory, plan: Plan) -> AnyTask:
             hint=f"--task with one of: {', '.join(TASKS.names())}",
         )
     task = TASKS.get(meant)
-    if task.heads and not model.architecture.endswith(task.heads):
+    # Where a configuration names no class, a task that was asked for is believed; a head that is missing shows later.
+    if task.heads and model.architecture and not model.architecture.endswith(task.heads):
         fits = f"; it fits {found}" if found else ""
-        raise PlanError(
-            f"{model.id} is a {model.architecture or 'model of unknown kind'}, which has no head for {task.name}{fits}"
-        )
+        raise PlanError(f"{model.id} is a {model.architecture}, which has no head for {task.name}{fits}")
     return task
 
 
 def _find(model: ModelDirectory) -> str | None:
     """What the model's files say, sentence-transformers' first: they tell more than the name of a class."""
-    if "sentence_transformers" in model.config and model.architecture.endswith("ForSequenceClassification"):
+    # In the model's configuration until version 5, in a file of their own since.
+    about = model.json("config_sentence_transformers.json") or {}
+    is_ranker = "sentence_transformers" in model.config or about.get("model_type") == "CrossEncoder"
+    if is_ranker and model.architecture.endswith("ForSequenceClassification"):
         return RANKING
     for task in TASKS.all():
         if task.is_detected and model.architecture.endswith(task.heads):
             return task.name
-    if (model.path / "modules.json").is_file():
+    if model.find("modules.json") is not None:
         return EMBEDDING
     # BertModel, but not GPT2LMHeadModel.
     is_bare = model.architecture.endswith("Model") and not model.architecture.endswith(("HeadModel", "HeadsModel"))

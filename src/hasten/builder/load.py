@@ -5,19 +5,22 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hasten.backends import Source
+from hasten.builder.adapter import load_adapted
 from hasten.builder.detect import EMBEDDING, RANKING, detect_task
 from hasten.builder.sentence_layout import SentenceLayout, read_layout
 from hasten.builder.source import ModelDirectory
-from hasten.core.errors import StageError, UnsupportedError, missing_package
+from hasten.core.errors import HastenError, StageError, UnsupportedError, missing_package
 from hasten.core.plan import Plan
 from hasten.core.tensors import ATTENTION_MASK, BATCH, MASKS, SEQUENCE, DType, Signature, TensorSpec
 from hasten.core.tokenizer import TokenizerSpec
+from hasten.core.variant import Precision, Variant
 from hasten.tasks import AnyTask, TaskSpec
 
 if TYPE_CHECKING:
@@ -38,8 +41,9 @@ _RESERVED_POSITIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
-    module: Exportable
+class Loaded:
+    """What the rest of the build needs to know of a model, whatever it came as."""
+
     task: TaskSpec
     tokenizer: TokenizerSpec
     # transformers' tokenizer, for what our file must reproduce.
@@ -47,6 +51,51 @@ class LoadedModel:
     signature: Signature
     config: Any
     architecture: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel(Loaded):
+    """A model that came as weights: a PyTorch module."""
+
+    module: Exportable
+
+    @property
+    def baseline(self) -> Variant:
+        """What its variants are compared with."""
+        return Variant("torch", Precision.FP32)
+
+    @property
+    def source(self) -> Source:
+        return Source(self.signature, {}, self.module)
+
+    @property
+    def precision(self) -> Precision:
+        return Precision.FP32
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What configuration and tokenizer say, before anything runs."""
+
+    task: TaskSpec
+    tokenizer: TokenizerSpec
+    pads_left: bool
+    mask_id: int | None
+
+    @property
+    def inputs(self) -> list[str]:
+        first, *rest = self.tokenizer.inputs
+        return [first, ATTENTION_MASK, *rest]
+
+    def signature(self, dtypes: Mapping[str, DType], outputs: tuple[TensorSpec, ...]) -> Signature:
+        pads = {"input_ids": self.tokenizer.pad_id}
+        return Signature(
+            inputs=tuple(TensorSpec(name, dtypes[name], (BATCH, SEQUENCE), pads.get(name, 0)) for name in self.inputs),
+            outputs=outputs,
+            max_length=self.tokenizer.max_length,
+            pads_left=self.pads_left,
+            mask_id=self.mask_id,
+        )
 
 
 def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
@@ -59,30 +108,45 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
     task = detect_task(model, plan)
     layout = read_layout(model, plan) if task.name == EMBEDDING else None
     with quiet_libraries():
+        tokenizer = load_tokenizer(model, plan)
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(model.path, trust_remote_code=plan.trust_remote_code)
+            if model.base is None:
+                module, loading = getattr(transformers, task.auto_class).from_pretrained(
+                    model.path,
+                    output_loading_info=True,
+                    dtype=torch.float32,
+                    trust_remote_code=plan.trust_remote_code,
+                    use_safetensors=None if plan.allow_pickle else True,
+                )
+                lacking = loading["missing_keys"]
+            else:
+                module, lacking = load_adapted(model, task.auto_class, plan)
+        except HastenError:
+            raise
         except Exception as error:
-            raise StageError(f"the tokenizer of {model.id} does not load: {_first_line(error)}") from error
-        try:
-            module, loading = getattr(transformers, task.auto_class).from_pretrained(
-                model.path,
-                output_loading_info=True,
-                dtype=torch.float32,
-                trust_remote_code=plan.trust_remote_code,
-                use_safetensors=None if plan.allow_pickle else True,
-            )
-        except Exception as error:
-            raise StageError(f"{model.id} does not load: {_first_line(error)}", hint=_hint(error)) from error
+            raise StageError(f"{model.id} does not load: {first_line(error)}", hint=_hint(error)) from error
     # transformers fills in random numbers and only warns. Of a bare model, nobody reads the pooler.
-    missing = sorted(name for name in loading["missing_keys"] if task.heads or "pooler." not in name)
+    missing = sorted(name for name in lacking if task.heads or "pooler." not in name)
     if missing:
         raise StageError(
             f"{model.id} has no weights for {len(missing)} tensors of {type(module).__name__}, such as '{missing[0]}'"
         )
+    return describe(module, tokenizer, task, layout, model)
+
+
+def load_tokenizer(model: ModelDirectory, plan: Plan) -> Any:
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            model.tokenizer_path, trust_remote_code=plan.trust_remote_code
+        )
+    except Exception as error:
+        raise StageError(f"the tokenizer of {model.id} does not load: {first_line(error)}") from error
     # transformers 5 makes a tokenizer of special tokens alone where it finds no files.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise StageError(f"{model.id} has no tokenizer: no tokenizer.json or vocabulary beside its config.json")
-    return describe(module, tokenizer, task, layout, model)
+    return tokenizer
 
 
 def describe(
@@ -93,6 +157,33 @@ def describe(
     model: ModelDirectory,
 ) -> LoadedModel:
     """Everything the rest of the build needs to know, gathered once."""
+    accepted = set(inspect.signature(module.forward).parameters)
+    facts = read_facts(accepted, module.config, tokenizer, task, layout, model)
+    exportable = _exportable(module.eval(), facts.inputs, task, layout, facts.mask_id)
+    return LoadedModel(
+        task=facts.task,
+        tokenizer=facts.tokenizer,
+        original_tokenizer=tokenizer,
+        signature=facts.signature(
+            # 32 bits hold every id, and what is half as wide is copied in half the time.
+            dict.fromkeys(facts.inputs, DType.INT32),
+            _outputs(exportable, task, facts.tokenizer.pad_id, facts.mask_id),
+        ),
+        config=module.config,
+        architecture=type(module).__name__,
+        module=exportable,
+    )
+
+
+def read_facts(
+    accepted: Collection[str],
+    config: Any,
+    tokenizer: Any,
+    task: AnyTask,
+    layout: SentenceLayout | None,
+    model: ModelDirectory,
+) -> Facts:
+    """`accepted` are the names of the inputs that the model takes."""
     if not getattr(tokenizer, "is_fast", False):
         raise UnsupportedError(
             f"the tokenizer of {model.id} ({type(tokenizer).__name__}) has no tokenizers-library form,"
@@ -100,41 +191,25 @@ def describe(
         )
     if layout is not None and layout.lowercase:
         _lowercase_first(tokenizer)
-    accepted = set(inspect.signature(module.forward).parameters)
     columns = [name for name in tokenizer.model_input_names if name in accepted and name != ATTENTION_MASK]
     if "input_ids" not in columns:
         raise UnsupportedError(f"{model.id} takes no token ids: hasten handles text models")
-    inputs = ["input_ids", ATTENTION_MASK, *(name for name in columns if name != "input_ids")]
-    limit = _max_length(module.config, tokenizer, layout)
+    limit = _max_length(config, tokenizer, layout)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     pads_left = tokenizer.padding_side == "left"
     mask_id = _mask_id(tokenizer, model) if MASKS in task.axes else None
     if layout is not None:
         pads_left = False  # pooling reads rows from their first position (builder/head.py)
-    exportable = _exportable(module.eval(), inputs, task, layout, mask_id)
-    signature = Signature(
-        # 32 bits hold every id, and what is half as wide is copied in half the time.
-        inputs=tuple(
-            TensorSpec(name, DType.INT32, (BATCH, SEQUENCE), pad_id if name == "input_ids" else 0) for name in inputs
-        ),
-        outputs=_outputs(exportable, task, pad_id, mask_id),
-        max_length=limit,
-        pads_left=pads_left,
-        mask_id=mask_id,
-    )
-    return LoadedModel(
-        module=exportable,
-        task=_task_spec(task, module.config, tokenizer, layout),
+    return Facts(
+        task=_task_spec(task, config, tokenizer, layout, model),
         tokenizer=TokenizerSpec(
-            inputs=tuple(columns),
+            inputs=("input_ids", *(name for name in columns if name != "input_ids")),
             max_length=limit,
             pad_id=pad_id,
             truncates_left=tokenizer.truncation_side == "left",
         ),
-        original_tokenizer=tokenizer,
-        signature=signature,
-        config=module.config,
-        architecture=type(module).__name__,
+        pads_left=pads_left,
+        mask_id=mask_id,
     )
 
 
@@ -163,7 +238,7 @@ def _outputs(module: Exportable, task: AnyTask, pad_id: int, mask_id: int | None
         with quiet_libraries(), torch.inference_mode():
             results = module(**example(module.inputs, pad_id, mask_id))
     except Exception as error:  # a model raises what its author chose to
-        raise StageError(f"{type(module.model).__name__} fails on its first batch: {_first_line(error)}") from error
+        raise StageError(f"{type(module.model).__name__} fails on its first batch: {first_line(error)}") from error
     return tuple(
         TensorSpec(name, DType.FLOAT32, (*task.axes, *result.shape[len(task.axes) :]))
         for name, result in zip(task.outputs, results, strict=True)
@@ -176,7 +251,7 @@ def _mask_id(tokenizer: Any, model: ModelDirectory) -> int:
     return int(tokenizer.mask_token_id)
 
 
-def save_tokenizer(loaded: LoadedModel, file: Path) -> None:
+def save_tokenizer(loaded: Loaded, file: Path) -> None:
     """The tokenizer as one file that needs no transformers."""
     import tokenizers
 
@@ -195,7 +270,9 @@ def _lowercase_first(tokenizer: Any) -> None:
     backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
 
 
-def _task_spec(task: AnyTask, config: Any, tokenizer: Any, layout: SentenceLayout | None) -> TaskSpec:
+def _task_spec(
+    task: AnyTask, config: Any, tokenizer: Any, layout: SentenceLayout | None, model: ModelDirectory
+) -> TaskSpec:
     if layout is not None:
         return TaskSpec(
             task.name,
@@ -211,13 +288,13 @@ def _task_spec(task: AnyTask, config: Any, tokenizer: Any, layout: SentenceLayou
         labels=tuple(str(config.id2label[index]) for index in labels),
         problem=config.problem_type or "" if labels else "",
         mask_token=tokenizer.mask_token if MASKS in task.axes else "",
-        activation=_activation(config) if task.name == RANKING else "",
+        activation=_activation(config, model) if task.name == RANKING else "",
     )
 
 
-def _activation(config: Any) -> str:
+def _activation(config: Any, model: ModelDirectory) -> str:
     """What a cross-encoder's file says its scores are made with, in the words of text-classification's options."""
-    about = getattr(config, "sentence_transformers", None) or {}
+    about = model.json("config_sentence_transformers.json") or getattr(config, "sentence_transformers", None) or {}
     given = about.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None)
     if given is None:
         return "sigmoid" if config.num_labels == 1 else "none"
@@ -264,7 +341,7 @@ def quiet_libraries() -> Iterator[None]:
             theirs.enable_progress_bar()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,19 @@ class Fusions:
         )
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The optimizer's loggers go by other names than its modules; what shapes it cannot infer it prints to stdout."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with redirect_stdout(StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+@_quiet()
 def fuse(graph: Path, file: Path, config: Any, *, external_data: bool) -> Fusions:
     try:
         import onnx
@@ -45,7 +61,6 @@ def fuse(graph: Path, file: Path, config: Any, *, external_data: bool) -> Fusion
         raise missing_package(error.name or "onnx", "optimizing", "build") from error
 
     family = _FUSION_FAMILY.get(config.model_type, _GENERAL)
-    logging.getLogger("onnxruntime.transformers").setLevel(logging.ERROR)
     before = len(onnx.load(graph, load_external_data=False).graph.node)
     try:
         model = optimizer.optimize_model(
