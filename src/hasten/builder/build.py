@@ -16,7 +16,7 @@ from hasten.builder.choose import BASELINE, contenders, explain, rank
 from hasten.builder.detect import detect_task
 from hasten.builder.export import EXTERNAL_DATA_BYTES, IR_VERSION, OPSET, export
 from hasten.builder.load import LoadedModel, load_model, save_tokenizer
-from hasten.builder.optimize import fuse
+from hasten.builder.passes import apply_passes
 from hasten.builder.source import ModelDirectory, find_model
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
@@ -126,19 +126,20 @@ class _Build:
                 notes.append(f"{expected.metric.name} {expected.metric.value:.4f}")
 
         with self._stage("export") as notes:
-            graph = self.work / "model.onnx"
-            export(loaded, graph)
-            with self._open_graph(graph, loaded) as exported:
-                checked = check_graph(exported, original, expected.encoded.batch)
-            notes += [f"opset {OPSET}, IR {IR_VERSION}", f"equal to PyTorch at {', '.join(checked)}"]
+            exported = self._folder("exported") / "model.onnx"
+            export(loaded, exported)
+            notes.append(f"opset {OPSET}, IR {IR_VERSION}")
 
         with self._stage("optimize") as notes:
-            fused = self._folder("fused") / "model.onnx"
-            notes += fuse(graph, fused, loaded.config, external_data=_is_large(graph)).notes()
+            graphs = apply_passes(exported, self.work, loaded.config, external_data=_is_large(exported))
+            notes += graphs.notes
+
+        with self._stage("check") as notes, self._open_graph(graphs.plain, loaded) as session:
+            checked = check_graph(session, original, expected.encoded.batch)
+            notes.append(f"the graph equals PyTorch at {', '.join(checked)}")
 
         with self._stage("make and verify") as notes:
-            sources = {Dialect.MODULE: graph, Dialect.ONNX: graph, Dialect.ORT: fused}
-            trials, failed = self._try_all(loaded, tokenizer, sources, expected)
+            trials, failed = self._try_all(loaded, tokenizer, graphs.by_dialect(), expected)
             eligible = {variant: trial for variant, trial in trials.items() if trial.verdict.passed}
             notes.append(f"{len(eligible)} of {len(trials)} variants agree with the original")
         refused = (*_inaccurate(trials), *failed, *self.about.unavailable)
@@ -165,14 +166,14 @@ class _Build:
         report = self._report(measured, ranking, shapes, {v: t.verdict for v, t in eligible.items()}, refused)
         with self._stage("write"), BundleWriter(self.about.target, force=self.force) as writer:
             kept = ranking if self.plan.keep is Keep.ALL else ranking[:2]
-            graphs = {MODEL: writer.add_graph(graph)}
+            stored_graphs = {MODEL: writer.add_graph(graphs.plain)}
             for variant in kept:
                 writer.add_variant(eligible[variant].artifact)
             writer.add_tokenizer(tokenizer_file)
             stored = rows[: _stored_rows(expected)]
             writer.add_reference(stored, expected.first(len(stored), loaded.signature))
             writer.add_report(report)
-            return writer.commit(self._manifest(model, loaded, graphs, [eligible[variant] for variant in kept]))
+            return writer.commit(self._manifest(model, loaded, stored_graphs, [eligible[variant] for variant in kept]))
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[list[str]]:

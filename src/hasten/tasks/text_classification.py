@@ -60,6 +60,7 @@ class TextClassification:
     name = "text-classification"
     auto_class = "AutoModelForSequenceClassification"
     heads = ("ForSequenceClassification",)
+    takes_pairs = True
     is_detected = True
     outputs = (LOGITS,)
     axes = (BATCH,)

@@ -104,6 +104,7 @@ class TokenClassification:
     name = "token-classification"
     auto_class = "AutoModelForTokenClassification"
     heads = ("ForTokenClassification",)
+    takes_pairs = False
     is_detected = True
     outputs = (LOGITS,)
     axes = (BATCH, SEQUENCE)
