@@ -94,9 +94,8 @@ def speed(model: str, bundle: Bundle, folder: Path, budget_s: float) -> list[dic
     baseline = BACKENDS.get("torch").make(Source(loaded.signature, {}, loaded.module), BASELINE, folder / "torch")
     chosen = bundle.artifact(bundle.chosen)
     plain = export_plainly(loaded, folder / "plain")
-    by_hand = [
-        replace(plain, variant=Variant(name, Precision.FP32)) for name in ("plain_onnxruntime", "plain_openvino")
-    ]
+    peers = ("plain_onnxruntime", "plain_openvino")
+    by_hand = [replace(plain, variant=Variant(name, Precision.FP32)) for name in peers]
     task, rows = TASKS.get(bundle.manifest.task.name), list(bundle.reference().rows)
     batch = task.encode(task.parse(rows), bundle.tokenizer(), task.options(bundle.manifest.task, {})).batch
     commands = {artifact.variant.name: [sys.executable, str(HERE / "by_hand.py")] for artifact in by_hand}

@@ -32,9 +32,11 @@ from hasten.core.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
 from hasten.measure.data import read_rows
 from hasten.predictor import Predictor
+from hasten.tasks import TASKS
 from race import RUNS, SHAPES, race
 
 HERE = Path(__file__).parent
+PLAIN = "plain_onnxruntime-fp32"
 HALVES = (Precision.BF16, Precision.FP16)
 
 
@@ -59,8 +61,8 @@ def study(folder: Path, models: Path, rows: Any, budget_s: float) -> dict[str, A
     tokenizer = Tokenizer.open(folder / "tokenizer.json", loaded.tokenizer)
     contenders = make_contenders(loaded, folder)
     answers = {name: accuracy(artifact, loaded, tokenizer, rows) for name, artifact in contenders.items()}
-    task = Predictor(loaded.task, tokenizer, None)  # type: ignore[arg-type]
-    batch = task.encode(rows).batch
+    task = TASKS.get(loaded.task.name)
+    batch = task.encode(task.parse(rows), tokenizer, task.options(loaded.task, {})).batch
     commands = {name: [sys.executable, str(HERE / "by_hand.py")] for name in contenders}
     races = []
     for shape in SHAPES:
@@ -70,9 +72,7 @@ def study(folder: Path, models: Path, rows: Any, budget_s: float) -> dict[str, A
                 "shape": str(shape),
                 "runs": RUNS,
                 "p50_ms": {name: float(np.median(times)) for name, times in medians.items()},
-                "over_plain": {
-                    name: median_ratio(medians["plain_onnxruntime-fp32"], medians[name]) for name in medians
-                },
+                "over_plain": {name: median_ratio(medians[PLAIN], times) for name, times in medians.items()},
                 "pruned_over_whole": {
                     name: median_ratio(medians[f"whole_{name}"], medians[name])
                     for name in medians
@@ -84,9 +84,7 @@ def study(folder: Path, models: Path, rows: Any, budget_s: float) -> dict[str, A
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": this_machine(),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip(),
+        "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip(),
         "speed": races,
         "answers": answers,
     }
@@ -121,10 +119,9 @@ def accuracy(artifact: Artifact, loaded: Any, tokenizer: Tokenizer, rows: Any) -
     from hasten.backends.torch import ModuleSession
 
     name = artifact.variant.backend.split("_")[-1]
+    artifact = replace(artifact, variant=Variant(name, artifact.variant.precision))
     original = ModuleSession(loaded.module, artifact, RunOptions())
-    with BACKENDS.get(name).open(
-        replace(artifact, variant=Variant(name, artifact.variant.precision)), RunOptions()
-    ) as own:
+    with BACKENDS.get(name).open(artifact, RunOptions()) as own:
         predictor, reference = (Predictor(loaded.task, tokenizer, session) for session in (own, original))
         encoded, spec = predictor.encode(rows), loaded.task
         ours, theirs = predictor.outputs(encoded), reference.outputs(encoded)
