@@ -17,6 +17,7 @@ from hasten.builder.detect import detect_task
 from hasten.builder.export import EXTERNAL_DATA_BYTES, IR_VERSION, OPSET, export
 from hasten.builder.load import LoadedModel, load_model, save_tokenizer
 from hasten.builder.optimize import fuse
+from hasten.builder.passes import record
 from hasten.builder.source import ModelDirectory, find_model
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
@@ -26,7 +27,7 @@ from hasten.core.errors import AccuracyError, HastenError, PlanError, StageError
 from hasten.core.hardware import Machine, this_machine
 from hasten.core.plan import Keep, Plan, Shapes
 from hasten.core.progress import Progress, Silent
-from hasten.core.report import Bench, Candidate, Report, Stage, Status, Verdict
+from hasten.core.report import Bench, Candidate, Pass, Report, Stage, Status, Verdict
 from hasten.core.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
 from hasten.core.version import __version__
@@ -104,6 +105,7 @@ class _Build:
     force: bool
     machine: Machine = field(default_factory=this_machine)
     stages: list[Stage] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
 
     def run(self) -> Bundle:
         with self._stage("load") as notes:
@@ -131,10 +133,15 @@ class _Build:
             with self._open_graph(graph, loaded) as exported:
                 checked = check_graph(exported, original, expected.encoded.batch)
             notes += [f"opset {OPSET}, IR {IR_VERSION}", f"equal to PyTorch at {', '.join(checked)}"]
+            made = self._made_from(Dialect.ONNX, Dialect.ORT)
+            self.passes.append(record("export", None, graph, variants=made, notes=notes))
 
         with self._stage("optimize") as notes:
             fused = self._folder("fused") / "model.onnx"
-            notes += fuse(graph, fused, loaded.config, external_data=_is_large(graph)).notes()
+            fusions = fuse(graph, fused, loaded.config, external_data=_is_large(graph))
+            made = self._made_from(Dialect.ORT)
+            self.passes.append(record("fuse", graph, fused, variants=made, notes=fusions.notes(), left=fusions.left))
+            notes += [*fusions.notes(), f"{fusions.nodes_before} → {fusions.nodes_after} operators"]
 
         with self._stage("make and verify") as notes:
             sources = {Dialect.MODULE: graph, Dialect.ONNX: graph, Dialect.ORT: fused}
@@ -192,6 +199,11 @@ class _Build:
             self.progress.finish("; ".join(notes), ok=ok)
         self.stages.append(Stage(name, time.perf_counter() - begin, tuple(notes)))
 
+    def _made_from(self, *dialects: Dialect) -> list[str]:
+        """The contenders that start from a graph of one of these dialects."""
+        backends = {name: BACKENDS.get(Variant.parse(name).backend) for name in self.about.contenders}
+        return [name for name, backend in backends.items() if backend.dialect in dialects]
+
     def _folder(self, name: str) -> Path:
         folder = self.work / name
         folder.mkdir()
@@ -228,6 +240,7 @@ class _Build:
         if dialect is Dialect.ORT and variant.precision is Precision.INT8:
             quantized = self._folder(f"{variant.name}-graph") / graph.name
             quantize_dynamic(graph, quantized, external_data=_is_large(graph))
+            self.passes.append(record("quantize", graph, quantized, variants=[variant.name]))
             graph = quantized
         return Source(loaded.signature, {MODEL: graph})
 
@@ -270,6 +283,7 @@ class _Build:
             candidates=(*explain(ranking, measured, shapes.optimal, verdicts), baseline, *refused),
             bench=measured,
             chosen=ranking[0].name,
+            passes=tuple(self.passes),
         )
 
     def _manifest(
