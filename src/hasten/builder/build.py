@@ -16,7 +16,7 @@ from hasten.builder.choose import BASELINE, contenders, explain, rank
 from hasten.builder.detect import detect_task
 from hasten.builder.export import EXTERNAL_DATA_BYTES, IR_VERSION, OPSET, export
 from hasten.builder.load import LoadedModel, load_model, save_tokenizer
-from hasten.builder.passes import apply_passes
+from hasten.builder.passes import apply_passes, record
 from hasten.builder.source import ModelDirectory, find_model
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
@@ -26,7 +26,7 @@ from hasten.core.errors import AccuracyError, HastenError, PlanError, StageError
 from hasten.core.hardware import Machine, this_machine
 from hasten.core.plan import Keep, Plan, Shapes
 from hasten.core.progress import Progress, Silent
-from hasten.core.report import Bench, Candidate, Report, Stage, Status, Verdict
+from hasten.core.report import Bench, Candidate, Pass, Report, Stage, Status, Verdict
 from hasten.core.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
 from hasten.core.version import __version__
@@ -104,6 +104,7 @@ class _Build:
     force: bool
     machine: Machine = field(default_factory=this_machine)
     stages: list[Stage] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
 
     def run(self) -> Bundle:
         with self._stage("load") as notes:
@@ -129,10 +130,15 @@ class _Build:
             exported = self._folder("exported") / "model.onnx"
             export(loaded, exported)
             notes.append(f"opset {OPSET}, IR {IR_VERSION}")
+            made = {dialect: self._made_from(dialect) for dialect in (Dialect.ONNX, Dialect.ORT)}
+            self.passes.append(
+                record("export", None, exported, variants=[*made[Dialect.ONNX], *made[Dialect.ORT]], notes=notes)
+            )
 
         with self._stage("optimize") as notes:
-            graphs = apply_passes(exported, self.work, loaded.config, external_data=_is_large(exported))
-            notes += graphs.notes
+            graphs = apply_passes(exported, self.work, loaded.config, external_data=_is_large(exported), made=made)
+            self.passes += graphs.passes
+            notes += dict.fromkeys(note for done in graphs.passes for note in done.notes)
 
         with self._stage("check") as notes, self._open_graph(graphs.plain, loaded) as session:
             checked = check_graph(session, original, expected.encoded.batch)
@@ -193,6 +199,11 @@ class _Build:
             self.progress.finish("; ".join(notes), ok=ok)
         self.stages.append(Stage(name, time.perf_counter() - begin, tuple(notes)))
 
+    def _made_from(self, dialect: Dialect) -> list[str]:
+        """The contenders that start from a graph of this dialect."""
+        names = self.about.contenders
+        return [name for name in names if BACKENDS.get(Variant.parse(name).backend).dialect is dialect]
+
     def _folder(self, name: str) -> Path:
         folder = self.work / name
         folder.mkdir()
@@ -229,6 +240,7 @@ class _Build:
         if dialect is Dialect.ORT and variant.precision is Precision.INT8:
             quantized = self._folder(f"{variant.name}-graph") / graph.name
             quantize_dynamic(graph, quantized, external_data=_is_large(graph))
+            self.passes.append(record("quantize", graph, quantized, variants=[variant.name]))
             graph = quantized
         return Source(loaded.signature, {MODEL: graph})
 
@@ -271,6 +283,7 @@ class _Build:
             candidates=(*explain(ranking, measured, shapes.optimal, verdicts), baseline, *refused),
             bench=measured,
             chosen=ranking[0].name,
+            passes=tuple(self.passes),
         )
 
     def _manifest(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hasten.core.errors import missing_package
+from hasten.core.errors import StageError, missing_package
 
 
 def read_graph(file: Path, *, with_weights: bool = True) -> Any:
     try:
         import onnx
     except ImportError as error:
-        raise missing_package("onnx", "optimizing", "build") from error
-    return onnx.load(file, load_external_data=with_weights)
+        raise missing_package("onnx", "reading a graph", "inspect") from error
+    try:
+        return onnx.load(file, load_external_data=with_weights)
+    except Exception as error:  # protobuf's own classes
+        raise StageError(f"{file} is not an ONNX graph: {error}") from error
 
 
 def write_graph(model: Any, file: Path, *, external_data: bool) -> None:
@@ -30,6 +35,12 @@ def write_graph(model: Any, file: Path, *, external_data: bool) -> None:
     )
 
 
+def operators(file: Path) -> dict[str, int]:
+    """How often each operator occurs, branches and loops looked into, the most frequent first."""
+    graph = read_graph(file, with_weights=False).graph
+    return dict(Counter(node.op_type for node in _all_nodes(graph)).most_common())
+
+
 def attribute(node: Any, name: str, default: Any) -> Any:
     from onnx import helper
 
@@ -42,16 +53,25 @@ def _drop_unread(graph: Any) -> None:
     for node in reversed(graph.node):
         if read.intersection(node.output):
             kept.append(node)
-            read.update(node.input)
-            for entry in node.attribute:
-                read.update(_read_inside(entry.g))
+            # What a branch reads may be of the graph around it.
+            read.update(node.input, *(inner.input for inner in _inner_nodes(node)))
+            read.update(entry.name for branch in _branches(node) for entry in branch.output)
     del graph.node[:]
     graph.node.extend(reversed(kept))
     for tensor in [tensor for tensor in graph.initializer if tensor.name not in read]:
         graph.initializer.remove(tensor)
 
 
-def _read_inside(graph: Any) -> set[str]:
-    """What a branch reads, of its own or of the graph around it."""
-    read = {name for node in graph.node for name in node.input} | {entry.name for entry in graph.output}
-    return read.union(*(_read_inside(entry.g) for node in graph.node for entry in node.attribute))
+def _branches(node: Any) -> list[Any]:
+    return [graph for entry in node.attribute for graph in (entry.g, *entry.graphs)]
+
+
+def _inner_nodes(node: Any) -> Iterator[Any]:
+    for branch in _branches(node):
+        yield from _all_nodes(branch)
+
+
+def _all_nodes(graph: Any) -> Iterator[Any]:
+    for node in graph.node:
+        yield node
+        yield from _inner_nodes(node)

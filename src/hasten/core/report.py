@@ -137,6 +137,28 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Unfused:
+    """An operator that a pass merges with its neighbours in other models, and left as it was in this one."""
+
+    what: str
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One rewriting of the graph: how many operators of each type there were before it and after it."""
+
+    name: str
+    operators_before: dict[str, int]
+    operators_after: dict[str, int]
+    # The variants that were made from what came out of it.
+    variants: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    left: tuple[Unfused, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     plan: Plan
     created: str
@@ -145,3 +167,4 @@ class Report:
     candidates: tuple[Candidate, ...]
     bench: Bench
     chosen: str
+    passes: tuple[Pass, ...] = ()
