@@ -38,21 +38,30 @@ def counted(file: Path) -> Counter[str]:
     return Counter(node.op_type for node in onnx.load(file).graph.node)
 
 
+PASSES = ["export", "fold", "prune", "fuse", "prune", "quantize"]
+
+
 def test_passes_are_recorded_as_they_went(bundle: Bundle) -> None:
-    export, fuse, quantize = bundle.report.passes
-    assert [step.name for step in (export, fuse, quantize)] == ["export", "fuse", "quantize"]
+    passes = bundle.report.passes
+    assert [step.name for step in passes] == PASSES
+    export, fold, prune, fuse, prune_fused, quantize = passes
     files = [bundle.graph().path(), *(bundle.artifact(bundle.entry(name)).path() for name in (ORT_FP32, ORT_INT8))]
-    exported, fused, quantized = map(counted, files)
-    assert (export.operators_before, export.operators_after) == ({}, exported)
-    assert (fuse.operators_before, fuse.operators_after) == (exported, fused)
+    plain, fused, quantized = map(counted, files)
+    assert export.operators_before == {}
+    assert fold.operators_before == export.operators_after
+    assert (prune.operators_before, prune.operators_after) == (fold.operators_after, plain)
+    assert fuse.operators_before == fold.operators_after
+    assert (prune_fused.operators_before, prune_fused.operators_after) == (fuse.operators_after, fused)
     assert (quantize.operators_before, quantize.operators_after) == (fused, quantized)
-    assert export.variants == (ORT_FP32, ORT_INT8, OPENVINO)
-    assert fuse.variants == (ORT_FP32, ORT_INT8)
+    assert set(export.variants) == set(fold.variants) == {ORT_FP32, ORT_INT8, OPENVINO}
+    assert prune.variants == (OPENVINO,)
+    assert fuse.variants == prune_fused.variants == (ORT_FP32, ORT_INT8)
     assert quantize.variants == (ORT_INT8,)
     assert fuse.notes[0] == "attention fused in 2 of 2 layers"
     assert fuse.left == ()
-    assert exported["Softmax"] == 2
-    assert (fused["Softmax"], fused["Attention"]) == (0, 2)
+    assert plain["Softmax"] == 2
+    # The pruned layer's attention has fewer queries than keys, which is another operator.
+    assert (fused["Softmax"], fused["Attention"], fused["MultiHeadAttention"]) == (0, 1, 1)
 
 
 def test_what_was_not_fused_is_named_with_its_reason(
@@ -73,7 +82,7 @@ def test_what_was_not_fused_is_named_with_its_reason(
     tokenizer.save_pretrained(tmp_path / "mpnet")
     bundle = quick_build(tmp_path / "mpnet", variants=[ORT_FP32])
     nodes = onnx.load(bundle.artifact(bundle.entry(ORT_FP32)).path()).graph.node
-    left = bundle.report.passes[1].left
+    left = next(step.left for step in bundle.report.passes if step.name == "fuse")
     assert [part.node for part in left] == [node.name for node in nodes if node.op_type == "Softmax"]
     assert len(left) == 5
     assert {(part.what, part.reason) for part in left} == {
@@ -125,7 +134,8 @@ def test_a_variant_is_loaded_to_see_what_it_executes(bundle: Bundle, name: str) 
     else:
         assert {on for _, on in executed} == {"CPUExecutionProvider"}
         attention = "Attention" if name == ORT_FP32 else "QAttention"
-        assert executed[attention, "CPUExecutionProvider"] == 2
+        assert executed[attention, "CPUExecutionProvider"] == 1
+        assert executed["MultiHeadAttention", "CPUExecutionProvider"] == 1
 
 
 def test_profiles_are_not_left_behind(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +164,7 @@ def test_as_json(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
     assert document["task"]["labels"] == ["bad", "fair", "good"]
     assert document["signature"]["max_length"] == 64
     assert document["files"]["graph/model.onnx"] == bundle.graph().path().stat().st_size
-    assert [step["name"] for step in document["passes"]] == ["export", "fuse", "quantize"]
+    assert [step["name"] for step in document["passes"]] == PASSES
 
 
 def test_as_a_person_reads_it(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,11 +178,12 @@ def test_as_a_person_reads_it(bundle: Bundle, capsys: pytest.CaptureFixture[str]
         "logits float32 (batch, 3)",
         "variants/openvino-fp32/model.bin",
         "Attention +2",
+        "last layer pruned",
         "attention fused in 2 of 2 layers",
     ):
         assert part in printed
     assert main(["inspect", str(bundle.path), "--variant", ORT_INT8]) == 0
-    assert re.search(r"QAttention +CPUExecutionProvider +2", capsys.readouterr().out)
+    assert re.search(r"QAttention +CPUExecutionProvider +1", capsys.readouterr().out)
 
 
 def test_it_needs_no_torch(bundle: Bundle) -> None:

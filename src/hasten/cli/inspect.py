@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,11 +34,13 @@ def main(args: argparse.Namespace) -> int:
     bundle = open_bundle(args.bundle)
     if args.netron:
         address = show(bundle, args.variant, args.port)
-        if args.json:
-            console.print_json({"address": address})
-        else:
-            console.out.print(f"the graph is at {address} until Ctrl-C", highlight=False)
-        wait_for_viewer()
+        # Ctrl-C is how this ends, wherever it arrives.
+        with suppress(KeyboardInterrupt):
+            if args.json:
+                console.print_json({"address": address})
+            else:
+                console.out.print(f"the graph is at {address} until Ctrl-C", highlight=False)
+            wait_for_viewer()
         return 0
     found = inspect(bundle, args.variant)
     if args.json:
