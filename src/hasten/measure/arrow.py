@@ -105,7 +105,7 @@ def _translated(name: str) -> Iterator[None]:
     """One line for whatever these libraries raise."""
     try:
         yield
-    except (InputError, GeneratorExit):
+    except InputError:
         raise
     except ConnectionError as error:
         raise StageError(

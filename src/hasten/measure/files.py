@@ -212,7 +212,9 @@ class _Array:
         left = self._text[self._at :]
         piece = self._stream.read(max(_CHUNK, len(left)))
         try:
-            self._text, self._at = left + self._characters.decode(piece, final=not piece), 0
+            characters = self._characters.decode(piece, final=not piece)
         except UnicodeDecodeError as error:
             raise InputError(f"{self._path} is not UTF-8 text, somewhere after item {self._number}") from error
+        if piece:
+            self._text, self._at = left + characters, 0
         return bool(piece)
