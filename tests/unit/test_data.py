@@ -317,6 +317,34 @@ def test_a_dataset_is_found_wherever_it_was_saved(tmp_path: Path, dataset: Calla
             read_rows(f"datasets:{tmp_path}/{source}")
 
 
+def test_a_dataset_that_was_loaded_from_the_hub_before_is_found_by_its_name(
+    tmp_path: Path, dataset: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline, `datasets` looks into its own cache, which here holds what it made of a folder of that name."""
+    import datasets
+
+    cache, source = tmp_path / "cache", tmp_path / "feelings"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache))
+    source.mkdir()
+    for split in ("train", "test"):
+        dataset("positive", "negative").to_parquet(source / f"{split}-00000-of-00001.parquet")
+    datasets.load_dataset(str(source))
+    (cache / "feelings").rename(cache / "acme___feelings")
+    for address, expected in (
+        ("test", ["good", "bad", "fine"]),
+        ("default:test", ["good", "bad", "fine"]),
+        ("test[:2]", ["good", "bad"]),
+        ("default:train[-1:]", ["fine"]),
+    ):
+        data = read_data(f"datasets:acme/feelings:{address}", {"text": "sentence"})
+        assert [row["text"] for row in data.rows] == expected
+        assert data.classes == {"label": ("positive", "negative")}
+    with pytest.raises(InputError, match=r"has the splits .*test.*, and none was chosen"):
+        read_rows("datasets:acme/feelings")
+    with pytest.raises(InputError, match="Unknown split"):
+        read_rows("datasets:acme/feelings:validation")
+
+
 @pytest.mark.parametrize("address", ["glue:validation", "nyu-mll/glue:sst2:validation[:5]", "glue"])
 def test_without_the_hub_one_line_says_so(address: str) -> None:
     with pytest.raises(StageError, match="here, and the hub cannot be reached"):
@@ -456,6 +484,18 @@ def test_the_tags_of_tokens_go_by_their_names(tmp_path: Path, logged: pytest.Log
     assert logged.messages == []  # that the model knows no parts of speech is nobody's concern
 
 
+def test_several_classes_go_by_their_names_too(tmp_path: Path) -> None:
+    import datasets
+
+    many = datasets.List(datasets.ClassLabel(names=["joy", "fear", "anger"]))
+    features = datasets.Features({"text": datasets.Value("string"), "labels": many})
+    rows = {"text": ["a", "b"], "labels": [[0, 2], []]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    spec = TaskSpec("text-classification", ("Anger", "Fear", "Joy"), "multi_label_classification")
+    data = read_data(tmp_path / "rows.parquet", {"label": "labels"})
+    assert labels(data, spec) == [[True, False, True], [False, False, False]]
+
+
 @pytest.mark.parametrize(
     ("cell", "spec", "expected"),
     [
@@ -495,6 +535,8 @@ def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no data file at") as caught:
         read_rows(tmp_path / "nothing.jsonl")
     assert "datasets:NAME:SPLIT" in (caught.value.hint or "")
+    with pytest.raises(InputError, match="no data file at all"):
+        read_rows("")
     with pytest.raises(InputError, match=r"cannot be read: .*doesn't contain any data files"):
         read_rows(tmp_path)
 

@@ -35,9 +35,9 @@ def main(args: argparse.Namespace) -> int:
 
     if bool(args.text) == bool(args.input):
         raise InputError("give texts, or a file with --input", hint='hasten run BUNDLE "some text"')
-    if args.columns and args.text:
+    if args.columns is not None and args.text:
         raise InputError("--columns is about a file, and texts were given", hint="--input FILE")
-    columns = parse_columns(args.columns) if args.columns else {}
+    columns = parse_columns(args.columns) if args.columns is not None else {}
     console.display(args.quiet)
     options = dict(_option(text) for text in args.option)
     with load(args.bundle, args.variant, threads=args.threads) as predictor:

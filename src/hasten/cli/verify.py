@@ -31,13 +31,13 @@ def main(args: argparse.Namespace) -> int:
     from hasten.measure.data import read_rows
     from hasten.measure.verify import GRAPH, reverify
 
-    if args.columns and not args.data:
+    if args.columns is not None and args.data is None:
         raise PlanError("--columns is about a data file, and there is none", hint="--data file.csv")
-    columns = parse_columns(args.columns) if args.columns else {}
+    columns = parse_columns(args.columns) if args.columns is not None else {}
     gate = Gate(args.min_agreement, args.max_drop, args.metric)
     progress = console.display(args.quiet)
     bundle = open_bundle(args.bundle)
-    rows = read_rows(args.data, columns, bundle.manifest.task) if args.data else None
+    rows = read_rows(args.data, columns, bundle.manifest.task) if args.data is not None else None
     candidates = reverify(bundle, rows, gate, args.variant, args.threads, progress)
     if args.json:
         console.print_json(candidates)

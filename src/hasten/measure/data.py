@@ -124,8 +124,11 @@ def _reader(name: str) -> Callable[[str], Source]:
     if name.startswith(DATASETS):
         return dataset
     path = Path(name).expanduser()
-    if not path.exists():
-        raise InputError(f"no data file at {name}", hint=f"a dataset on the hub is written {DATASETS}NAME:SPLIT")
+    if not name or not path.exists():
+        raise InputError(
+            f"no data file at {name or 'all: its name is empty'}",
+            hint=f"a dataset on the hub is written {DATASETS}NAME:SPLIT",
+        )
     if path.is_dir():
         return folder
     if path.suffix.lower() not in _READERS:

@@ -55,7 +55,7 @@ def expect(
     if outputs is None:
         outputs = run_rows(predictor, encoded, progress, "reference answers")
     scored = task.score(outputs, encoded, gold, spec) if gold is not None else None
-    return Expectation(encoded, outputs, gold, scored.named(metric) if scored and metric else scored)
+    return Expectation(encoded, outputs, gold, scored.named(metric) if scored and metric is not None else scored)
 
 
 def verify(predictor: Predictor, variant: str, expected: Expectation, gate: Gate, progress: Progress) -> Verdict:
