@@ -31,7 +31,7 @@ from hasten.core.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
 from hasten.core.version import __version__
 from hasten.measure.bench import bench
-from hasten.measure.data import read_rows, sample_rows
+from hasten.measure.data import Data, read_data, sample_rows
 from hasten.measure.verify import Expectation, expect, verify
 from hasten.predictor import Predictor
 from hasten.quantize.dynamic import quantize_dynamic
@@ -56,17 +56,22 @@ class Outline:
 
 def outline(plan: Plan, output: Path | None = None, *, force: bool = False) -> Outline:
     """All that can be refused or resolved without the weights: `--dry-run`, and the first step of every build."""
+    return _look(plan, output, force=force)[0]
+
+
+def _look(plan: Plan, output: Path | None, *, force: bool) -> tuple[Outline, Data | None]:
+    """The outline, and the data that was read for it: a pipe can be read only once."""
     wanted, unavailable = contenders(plan, this_machine())
     if output is not None:
         check_target(output, force=force)
-    rows = read_rows(plan.data) if plan.data is not None else None
+    data = read_data(plan.data, plan.columns) if plan.data is not None else None
     model = find_model(plan, with_weights=False)
     task = detect_task(model, plan)
-    if rows is not None:
-        task.parse(rows)
+    if data is not None:
+        task.parse(data.rows)
     target = output or cache_directory() / "bundles" / _cache_name(model)
     names = tuple(variant.name for variant in (BASELINE, *wanted))
-    return Outline(model.id, task.name, target, names, tuple(unavailable))
+    return Outline(model.id, task.name, target, names, tuple(unavailable)), data
 
 
 def _cache_name(model: ModelDirectory) -> str:
@@ -76,7 +81,7 @@ def _cache_name(model: ModelDirectory) -> str:
 
 def build(plan: Plan, output: Path | None = None, *, force: bool = False, progress: Progress | None = None) -> Bundle:
     """Nothing appears at the target unless every stage succeeded."""
-    about = outline(plan, output, force=force)
+    about, data = _look(plan, output, force=force)
     temporary = Path(tempfile.gettempdir())
     doing = f"working in {temporary}"
     with (
@@ -84,7 +89,7 @@ def build(plan: Plan, output: Path | None = None, *, force: bool = False, progre
         tempfile.TemporaryDirectory(prefix="hasten-") as work,
         translate_os_errors(doing, temporary),
     ):
-        return _Build(plan, about, Path(work), progress or Silent(), force or output is None).run()
+        return _Build(plan, about, data, Path(work), progress or Silent(), force or output is None).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,7 @@ class _Trial:
 class _Build:
     plan: Plan
     about: Outline
+    data: Data | None
     work: Path
     progress: Progress
     force: bool
@@ -117,11 +123,12 @@ class _Build:
             notes.append(f"{loaded.architecture} for {loaded.task.name}, up to {loaded.signature.max_length} tokens")
 
         with self._stage("reference") as notes:
-            rows = read_rows(self.plan.data) if self.plan.data else sample_rows(loaded.task)
+            rows = self.data.rows_for(loaded.task) if self.data else sample_rows(loaded.task)
             original = self._original(loaded)
-            expected = expect(Predictor(loaded.task, tokenizer, original), rows, self.progress)
-            if self.plan.gate.max_drop is not None and expected.metric is None:
-                raise PlanError(f"{self.plan.data} has no labels, so no drop can be measured on it")
+            gate, predictor = self.plan.gate, Predictor(loaded.task, tokenizer, original)
+            expected = expect(predictor, rows, self.progress, metric=gate.metric)
+            if expected.metric is None and (gate.max_drop is not None or gate.metric is not None):
+                raise PlanError(f"{self.plan.data} has no labels, so no metric can be measured on it")
             notes.append(f"{len(rows)} rows answered by {BASELINE}")
             if expected.metric is not None:
                 notes.append(f"{expected.metric.name} {expected.metric.value:.4f}")

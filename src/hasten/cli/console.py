@@ -136,6 +136,7 @@ def print_report(report: Report) -> None:
             style=_STYLES[candidate.status],
         )
     out.print(table)
+    print_metrics(report.candidates)
     print_shapes(report.bench, skip=optimal)
     out.print(f"[dim]{report.machine}[/]")
     print_busy(report.bench)
@@ -222,10 +223,27 @@ def print_verdicts(candidates: Sequence[Candidate], rows: Sequence[Row]) -> None
             candidate.reason,
         )
     out.print(table)
+    print_metrics(candidates)
     for verdict in verdicts:
         if verdict.variant != GRAPH and verdict.agreement.worst and verdict.agreement.max_error > FP32_TOLERANCE:
             row = json.dumps(rows[verdict.agreement.worst[0]], ensure_ascii=False)
             out.print(f"{verdict.variant} differs most on", row[:90], style="dim", highlight=False, markup=False)
+
+
+def print_metrics(candidates: Sequence[Candidate]) -> None:
+    """Everything people know the task's answers by, a row a variant, where that is more than one number."""
+    verdicts = [candidate.verdict for candidate in candidates if candidate.verdict and candidate.variant != GRAPH]
+    scored = [(verdict.variant, verdict.metric) for verdict in verdicts if verdict.metric is not None]
+    reference = next((verdict.reference_metric for verdict in verdicts if verdict.reference_metric), None)
+    if reference is None or not reference.also:
+        return
+    table = _table(f"metrics on {reference.rows} rows")
+    for name in ("variant", reference.name, *reference.also):
+        table.add_column(name, justify="left" if name == "variant" else "right")
+    for variant, metric in [("the reference", reference), *scored]:
+        values = (metric.value, *(metric.also[name] for name in reference.also))
+        table.add_row(variant, *(f"{value:.4f}" for value in values))
+    out.print(table)
 
 
 def print_footprints(bench: Bench) -> None:
