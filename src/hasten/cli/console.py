@@ -237,7 +237,7 @@ def print_metrics(candidates: Sequence[Candidate]) -> None:
     reference = next((verdict.reference_metric for verdict in verdicts if verdict.reference_metric), None)
     if reference is None or not reference.also:
         return
-    table = _table(f"metrics on {reference.rows} rows")
+    table = plain_table(f"metrics on {reference.rows} rows")
     for name in ("variant", reference.name, *reference.also):
         table.add_column(name, justify="left" if name == "variant" else "right")
     for variant, metric in [("the reference", reference), *scored]:
