@@ -5,11 +5,45 @@ Run as a program it is a lane (hasten.measure.lane) that also knows these two.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from hasten.backends import BACKENDS, Artifact, PaddedSession, RunOptions
-from hasten.core.tensors import Batch, Layout, Outputs, SessionSpec, pad
+from hasten.backends import BACKENDS, MODEL, Artifact, PaddedSession, RunOptions
+from hasten.core.tensors import Batch, DType, Layout, Outputs, SessionSpec, pad
+from hasten.core.variant import Precision, Variant
 from hasten.measure import lane
+
+
+def export_plainly(loaded: Any, folder: Path) -> Artifact:
+    """`torch.onnx.export` as in every tutorial: the model as it is loaded, 64-bit ids, nothing done to the graph."""
+    import torch
+
+    from hasten.builder.head import example
+    from hasten.builder.load import quiet_libraries
+
+    folder.mkdir()
+    signature = replace(
+        loaded.signature, inputs=tuple(replace(spec, dtype=DType.INT64) for spec in loaded.signature.inputs)
+    )
+    names = [spec.name for spec in signature.inputs]
+    feeds = example(names, loaded.tokenizer.pad_id, signature.mask_id)
+    with quiet_libraries(), torch.inference_mode():
+        torch.onnx.export(
+            loaded.module,
+            tuple(feeds[name].long() for name in names),
+            str(folder / "model.onnx"),
+            dynamo=False,
+            opset_version=17,
+            input_names=names,
+            output_names=[spec.name for spec in signature.outputs],
+            dynamic_axes={
+                spec.name: {place: size for place, size in enumerate(spec.shape) if isinstance(size, str)}
+                for spec in (*signature.inputs, *signature.outputs)
+            },
+        )
+    loaded.module.eval()
+    return Artifact(Variant("plain_onnxruntime", Precision.FP32), signature, folder, {MODEL: "model.onnx"})
 
 
 class PlainOnnxRuntime:
@@ -44,4 +78,7 @@ class _Session(PaddedSession):
 if __name__ == "__main__":
     BACKENDS.add("plain_onnxruntime", PlainOnnxRuntime())  # type: ignore[arg-type]
     BACKENDS.add("plain_openvino", PlainOpenVino())  # type: ignore[arg-type]
+    # Our own sessions under another name, for graphs that are not what a build would give them.
+    for name in ("onnxruntime", "openvino"):
+        BACKENDS.add(f"whole_{name}", BACKENDS.get(name))
     lane.main()

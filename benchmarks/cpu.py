@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,24 +24,22 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from by_hand import export_plainly
 from hasten.backends import BACKENDS, Artifact, RunOptions
 from hasten.builder.load import load_model
 from hasten.builder.source import find_model
 from hasten.bundle import Bundle, open_bundle
-from hasten.cli import console
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Plan
 from hasten.core.statistics import median_ratio
 from hasten.core.tensors import Batch, Shape
 from hasten.core.variant import Precision, Variant
-from hasten.measure.bench import bench
 from hasten.measure.data import read_rows
 from hasten.predictor import load, open_session
 from hasten.tasks import TASKS
+from race import RUNS, SHAPES, race
 
 HERE = Path(__file__).parent
-SHAPES = [Shape(1, 16), Shape(1, 128), Shape(8, 128)]
-RUNS = 5
 REPEATS = 7
 
 
@@ -93,11 +92,9 @@ def speed(model: str, bundle: Bundle, folder: Path, budget_s: float) -> list[dic
     (folder / "torch").mkdir()
     baseline = BACKENDS.get("torch").make(loaded.source, loaded.baseline, folder / "torch")
     chosen = bundle.artifact(bundle.chosen)
-    graph = bundle.graph()
-    by_hand = [
-        Artifact(Variant(name, Precision.FP32), graph.signature, graph.directory, graph.graphs)
-        for name in ("plain_onnxruntime", "plain_openvino")
-    ]
+    plain = export_plainly(loaded, folder / "plain")
+    peers = ("plain_onnxruntime", "plain_openvino")
+    by_hand = [replace(plain, variant=Variant(name, Precision.FP32)) for name in peers]
     task, rows = TASKS.get(bundle.manifest.task.name), list(bundle.reference().rows)
     batch = task.encode(task.parse(rows), bundle.tokenizer(), task.options(bundle.manifest.task, {})).batch
     commands = {artifact.variant.name: [sys.executable, str(HERE / "by_hand.py")] for artifact in by_hand}
@@ -107,22 +104,7 @@ def speed(model: str, bundle: Bundle, folder: Path, budget_s: float) -> list[dic
 def _race(
     contenders: list[Artifact], shape: Shape, batch: Batch, budget_s: float, commands: dict[str, list[str]]
 ) -> dict[str, Any]:
-    """One shape, in several runs with fresh processes: where the system puts a process's threads and pages is luck
-    that lasts as long as the process (the same one was seen at 2.5 and at 4.5 ms), so that one run proves little."""
-    rounds: dict[str, list[float]] = {artifact.variant.name: [] for artifact in contenders}
-    for _ in range(RUNS):
-        measured = bench(
-            contenders,
-            [shape],
-            batch,
-            budget_s=budget_s / RUNS,
-            threads=None,
-            progress=console.display(quiet=False),
-            commands=commands,
-        )
-        for timing in measured.timings:
-            rounds[timing.variant] += timing.round_medians_ms
-    medians = {name: np.asarray(times) for name, times in rounds.items()}
+    medians = race(contenders, shape, batch, budget_s, commands)
     original, *by_hand, chosen = medians
     best = min(by_hand, key=lambda name: float(np.median(medians[name])))
     return {
@@ -185,7 +167,7 @@ def _encoder_alone(model: str, folder: Path) -> Path:
     names = ["input_ids", "attention_mask", "token_type_ids"]
     example = torch.ones((2, 8), dtype=torch.int64)
     torch.onnx.export(
-        Exportable(encoder, names, "last_hidden_state", None),
+        Exportable(encoder, names, ["last_hidden_state"]),
         (example, example, example * 0),
         str(folder / "model.onnx"),
         dynamo=False,

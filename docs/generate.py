@@ -31,7 +31,7 @@ def command_line() -> str:
         parser = cli.parser_for(name, import_module(f"hasten.cli.{name}"))
         places = [action for action in parser._actions if not action.option_strings]
         usage = " ".join(f"[{place.dest.upper()} …]" if place.nargs == "*" else place.dest.upper() for place in places)
-        lines += ["", f"## hasten {name} {usage}", "", f"{what[0].upper()}{what[1:]}.", ""]
+        lines += ["", f"## hasten {name} {usage}".rstrip(), "", f"{what[0].upper()}{what[1:]}.", ""]
         lines += ["| option | meaning |", "|---|---|"]
         lines += [_option(action) for action in parser._actions if action.option_strings and action.dest != "help"]
     lines += ["", "## Exit codes", "", "| code | error | meaning |", "|---|---|---|", *_exit_codes()]

@@ -98,9 +98,9 @@ def tiny_classifier(tmp_path_factory: pytest.TempPathFactory) -> ClassifierFacto
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Any head on any architecture, made once a session: `tiny_model("roberta", "ForMaskedLM")`; more goes to its config.
+    """Any head on any architecture, made once a session: `tiny_model("roberta", "ForMaskedLM")`.
 
-    The tokenizer knows the model's limit, so that pipelines cut where we cut.
+    More keywords go to its configuration. The tokenizer knows the model's limit, so that pipelines cut where we cut.
     """
     made: dict[tuple[str, ...], Path] = {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -25,8 +25,10 @@ def build(
     seq_len: int | Sequence[int] = (16, 128, 256),
     variants: str | Sequence[str] = (),
     data: str | Path | None = None,
+    columns: Mapping[str, str] | None = None,
     min_agreement: float | None = None,
     max_drop: float | None = None,
+    metric: str | None = None,
     bench_budget_s: float = 30.0,
     threads: int | None = None,
     keep: Literal["best", "all"] = "best",
@@ -59,7 +61,8 @@ def build(
         ),
         variants=(variants,) if isinstance(variants, str) else tuple(variants),
         data=str(data) if data is not None else None,
-        gate=Gate(min_agreement, max_drop),
+        columns=dict(columns or {}),
+        gate=Gate(min_agreement, max_drop, metric),
         bench_budget_s=bench_budget_s,
         threads=threads,
         keep=Keep(keep),

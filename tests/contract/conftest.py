@@ -41,13 +41,11 @@ def make_graphs() -> Callable[..., dict[Dialect, Path]]:
 
     def make(loaded: Any, folder: Path, *, external_data: bool = False) -> dict[Dialect, Path]:
         from hasten.builder.export import EXTERNAL_DATA_BYTES, export
-        from hasten.builder.optimize import fuse
+        from hasten.builder.passes import apply_passes
 
-        graph, fused = folder / "model.onnx", folder / "fused" / "model.onnx"
-        fused.parent.mkdir()
+        graph = folder / "model.onnx"
         export(loaded, graph, external_data_bytes=0 if external_data else EXTERNAL_DATA_BYTES)
-        fuse(graph, fused, loaded.config, external_data=external_data)
-        return {Dialect.ONNX: graph, Dialect.ORT: fused}
+        return apply_passes(graph, folder, loaded.config, external_data=external_data).by_dialect()
 
     return make
 

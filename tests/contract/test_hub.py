@@ -20,7 +20,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(scope="module")
 def repositories(tiny_classifier: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model as weights, as graphs, as both, and an adapter. Nobody reads their files: which are fetched is the point."""
+    """A model as weights, as graphs, as both, and an adapter; which of their files are fetched is the question."""
     both = shutil.copytree(tiny_classifier("bert"), tmp_path_factory.mktemp("hub") / "both")
     (both / "onnx").mkdir()
     for name in ("model.onnx", "model.onnx_data", "model_quantized.onnx"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,6 +49,19 @@ def test_the_digest_is_of_the_content(make_manifest: Callable[..., Manifest]) ->
     assert len(sealed.digest) == 64
     assert sealed.sealed() == sealed
     assert replace(sealed, created="2026-01-03").sealed().digest != sealed.digest
+
+
+def test_a_bundle_from_before_a_field_was_added_is_not_a_changed_one(bundle: Bundle) -> None:
+    def age(raw: dict) -> None:
+        del raw["signature"]["mask_id"]
+        del raw["gate"]["metric"]
+        content = {name: value for name, value in raw.items() if name != "digest"}
+        raw["digest"] = hashlib.sha256(
+            json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+        ).hexdigest()
+
+    edit_json(bundle, age)
+    assert open_bundle(bundle.path).manifest.signature == bundle.manifest.signature
 
 
 @pytest.mark.parametrize("gate", [{"min_agreement": 1}, {"min_agreement": 0}, {"max_drop": 1}, {"max_drop": 0}])

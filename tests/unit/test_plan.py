@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.core.errors import PlanError
-from hasten.core.plan import Gate, Keep, Plan, Range, Shapes, parse_duration
+from hasten.core.plan import Gate, Keep, Plan, Range, Shapes, parse_columns, parse_duration
 from hasten.core.tensors import Shape
 from hasten.core.variant import CPU, Precision, Support, Variant
 
@@ -123,6 +123,8 @@ def test_impossible_gates_are_refused_by_option(gate: dict[str, float]) -> None:
         ({"bench_budget_s": -1.0}, "budget"),
         ({"bench_budget_s": math.nan}, "budget"),
         ({"gate": Gate(max_drop=1.0)}, "--max-drop needs labelled data"),
+        ({"gate": Gate(metric="macro-f1")}, "--metric needs labelled data"),
+        ({"columns": {"text": "sentence"}}, "--columns is about a data file"),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_refused(wrong: dict[str, object], said: str) -> None:
@@ -135,8 +137,38 @@ def test_a_drop_may_be_bounded_where_there_is_data() -> None:
 
 
 def test_a_plan_survives_json() -> None:
-    plan = Plan("acme/model", variants=("onnxruntime-int8",), gate=Gate(0.99), threads=2, keep=Keep.ALL)
+    plan = Plan(
+        "acme/model",
+        variants=("onnxruntime-int8",),
+        data="rows.csv",
+        columns={"text": "sentence"},
+        gate=Gate(0.99, metric="macro-f1"),
+        threads=2,
+        keep=Keep.ALL,
+    )
     assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ("text=sentence", {"text": "sentence"}),
+        (" text = review text , label=stars", {"text": "review text", "label": "stars"}),
+        ("text=a=b", {"text": "a=b"}),
+    ],
+)
+def test_columns(text: str, columns: dict[str, str]) -> None:
+    assert parse_columns(text) == columns
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("sentence", "'sentence' is not NAME=COLUMN"), ("text=", "'text='"), ("=a", "'=a'"), ("text=a,", "''"),
+     ("text=a,text=b", "names 'text' twice")],
+)  # fmt: skip
+def test_what_is_not_a_mapping_of_columns(text: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        parse_columns(text)
 
 
 @pytest.mark.parametrize(

@@ -268,9 +268,9 @@ def test_micro_f1(encoded: MakeEncoded) -> None:
     assert metric.value == pytest.approx(2 * precision * recall / (precision + recall))
 
 
-def test_micro_f1_of_nothing_to_find_is_perfect_only_if_nothing_is_found(encoded: MakeEncoded) -> None:
+def test_micro_f1_of_nothing_to_find_is_zero_as_in_sklearn(encoded: MakeEncoded) -> None:
     nothing = [[False] * 3]
-    assert TASK.score({"logits": np.full((1, 3), -1.0)}, encoded(1), nothing, MULTI).value == 1.0
+    assert TASK.score({"logits": np.full((1, 3), -1.0)}, encoded(1), nothing, MULTI).value == 0.0
     assert TASK.score({"logits": np.full((1, 3), 1.0)}, encoded(1), nothing, MULTI).value == 0.0
 
 

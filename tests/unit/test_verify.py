@@ -161,10 +161,37 @@ def test_labels_make_a_metric(make_predictor: MakePredictor, classifier: TaskSpe
     labelled = [{**row, "label": label} for row, label in zip(ROWS, ["good", "bad"] * 4, strict=True)]
     found = expect(predictor, labelled, Silent())
     assert found.gold == [2, 0] * 4
-    assert found.metric == Metric("accuracy", 0.5, 8)
+    assert found.metric == Metric("accuracy", 0.5, 8, {"macro F1": pytest.approx(1 / 3), "micro F1": 0.5})
     better = verify(predictor, "onnxruntime-fp32", found, Gate(), Silent())
     assert better.metric == found.metric
     assert better.drop == 0
+
+
+def test_the_drop_is_of_the_metric_that_was_asked_for(make_predictor: MakePredictor, classifier: TaskSpec) -> None:
+    labelled = [{**row, "label": label} for row, label in zip(ROWS, ["good"] * 7 + ["bad"], strict=True)]
+    original = make_predictor(classifier, lambda _: [0.0, 0.0, 1.0])
+    found = expect(original, labelled, Silent(), metric="macro-f1")
+    assert found.metric == Metric("macro F1", pytest.approx(7 / 15), 8, {"accuracy": 7 / 8, "micro F1": 7 / 8})
+    # One answer is a label that nobody wanted: 12.5 points of the accuracy, more of the macro F1.
+    first = found.encoded.batch.take(np.array([0])).values["input_ids"]
+    worse = make_predictor(
+        classifier, lambda row: [0.0, 1.0, 0.0] if np.array_equal(row, first) else [0.0, 0.0, 1.0], "int8"
+    )
+    gate = Gate(max_drop=15)
+    assert verify(worse, "x-int8", expect(original, labelled, Silent()), gate, Silent()).passed
+    verdict = verify(worse, "x-int8", found, gate, Silent())
+    assert verdict.reason == "macro F1 drop 18.10 points > 15"
+    assert verdict.drop == pytest.approx(100 * (7 / 15 - (6 / 7) / 3))
+    assert not verdict.passed
+
+
+def test_what_is_not_finite_has_no_metric(make_predictor: MakePredictor, classifier: TaskSpec) -> None:
+    """NaN would be written to the report as null, which no reader takes for a number."""
+    labelled = [{**row, "label": "good"} for row in ROWS]
+    found = expect(make_predictor(classifier), labelled, Silent())
+    broken = make_predictor(classifier, lambda _: [np.nan, 0.0, 1.0], "fp16")
+    verdict = verify(broken, "x", found, Gate(max_drop=100.0), Silent())
+    assert (verdict.passed, verdict.metric, verdict.drop) == (False, None, None)
 
 
 def test_progress_counts_the_rows(make_predictor: MakePredictor, classifier: TaskSpec) -> None:

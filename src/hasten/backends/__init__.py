@@ -11,9 +11,10 @@ from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 from hasten.core.errors import PlanError, missing_package
+from hasten.core.execution import Execution, Trial
 from hasten.core.hardware import Machine, usable_cores
 from hasten.core.registry import Registry
 from hasten.core.tensors import Batch, Outputs, SessionSpec, Shape, Signature
@@ -88,6 +89,7 @@ class Session(Protocol):
     ) -> None: ...
 
 
+@runtime_checkable
 class Backend(Protocol):
     @property
     def name(self) -> str: ...
@@ -121,6 +123,24 @@ class Backend(Protocol):
     def make(self, source: Source, variant: Variant, directory: Path) -> Artifact: ...
 
     def open(self, artifact: Artifact, options: RunOptions) -> Session: ...
+
+
+@runtime_checkable
+class TellsExecutions(Protocol):
+    """What a backend may offer beside the contract, where its runtime says what it executed: `hasten inspect`."""
+
+    def executions(self, artifact: Artifact) -> Sequence[Execution]:
+        """Load the variant and say which operators it consists of by then, and on what each runs."""
+        ...
+
+
+@runtime_checkable
+class HasTrials(Protocol):
+    """What a backend may offer beside the contract, to be looked at without a model: `hasten doctor`."""
+
+    def trials(self, machine: Machine) -> Sequence[Trial]:
+        """A few operators, run for real on each device, provider or precision it offers here."""
+        ...
 
 
 BACKENDS: Registry[Backend] = Registry("backend", "hasten.backends", "BACKEND")

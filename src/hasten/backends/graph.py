@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hasten.backends import Dialect, probe_packages
 from hasten.backends.onnxruntime import OnnxRuntime
+from hasten.core.execution import Trial
 from hasten.core.hardware import Machine
 from hasten.core.variant import CPU, Support, Variant
 
@@ -23,6 +24,9 @@ class Graph(OnnxRuntime):
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
         return []
+
+    def trials(self, machine: Machine) -> Sequence[Trial]:
+        return []  # those of `onnxruntime` are of the same library
 
 
 BACKEND = Graph()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import re
 import shutil
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +25,15 @@ from hasten.backends import (
     probe_packages,
 )
 from hasten.core.errors import StageError
+from hasten.core.execution import Execution, Trial
 from hasten.core.hardware import Machine
-from hasten.core.tensors import Batch, Layout, Outputs, SessionSpec, pad, unpad
+from hasten.core.probe_graph import INPUT, WIDTH, probe_graph
+from hasten.core.tensors import Batch, Layout, Outputs, SessionSpec, Shape, pad, unpad
 from hasten.core.variant import CPU, Precision, Support, Variant
 
 _PRECISIONS = (Precision.FP32, Precision.INT8)
 _ERRORS_ONLY = 3
+_CPU = "CPUExecutionProvider"
 
 
 class OnnxRuntime:
@@ -60,19 +68,25 @@ class OnnxRuntime:
     def open(self, artifact: Artifact, options: RunOptions) -> Session:
         return _Session(artifact, options)
 
+    def executions(self, artifact: Artifact) -> Sequence[Execution]:
+        """A small batch with the profiler on, which writes down the provider of every kernel that ran."""
+        with tempfile.TemporaryDirectory(prefix="hasten-") as work, _Session(artifact, RunOptions(1), work) as session:
+            session.warm([Shape(1, 8)])
+            return _profiled(session._session)
 
-class _Session(PaddedSession):
-    def __init__(self, artifact: Artifact, options: RunOptions) -> None:
+    def trials(self, machine: Machine) -> Sequence[Trial]:
         import onnxruntime
 
-        settings = onnxruntime.SessionOptions()
-        settings.intra_op_num_threads = options.thread_count
-        settings.inter_op_num_threads = 1
-        settings.log_severity_level = _ERRORS_ONLY
+        return [_trial(provider, machine) for provider in onnxruntime.get_available_providers()]
+
+
+class _Session(PaddedSession):
+    def __init__(self, artifact: Artifact, options: RunOptions, profile: str | None = None) -> None:
+        import onnxruntime
+
+        settings = _settings(options.thread_count, profile)
         try:
-            session = onnxruntime.InferenceSession(
-                str(artifact.path(MODEL)), settings, providers=["CPUExecutionProvider"]
-            )
+            session = onnxruntime.InferenceSession(str(artifact.path(MODEL)), settings, providers=[_CPU])
         except Exception as error:  # the binding raises its own unrelated classes
             raise StageError(f"ONNX Runtime cannot load {artifact.variant}: {error}") from error
         self._session: Any = session
@@ -96,6 +110,69 @@ class _Session(PaddedSession):
         except Exception as error:
             raise StageError(f"ONNX Runtime failed on a batch of {len(batch)}: {error}") from error
         return unpad(dict(zip(self._outputs, results, strict=True)), batch, self.spec.signature)
+
+
+def _settings(threads: int, profile: str | None = None) -> Any:
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = threads
+    settings.inter_op_num_threads = 1
+    settings.log_severity_level = _ERRORS_ONLY
+    if profile is not None:
+        settings.enable_profiling = True
+        settings.profile_file_prefix = f"{profile}/profile"
+    return settings
+
+
+def _profiled(session: Any) -> tuple[Execution, ...]:
+    """Who executed what, as the profile of the one run says."""
+    events = json.loads(Path(session.end_profiling()).read_bytes())
+    ran = Counter(
+        (event["args"]["op_name"], event["args"]["provider"])
+        for event in events
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")
+    )
+    return tuple(Execution(operator, provider, count) for (operator, provider), count in ran.most_common())
+
+
+def _trial(provider: str, machine: Machine) -> Trial:
+    """ONNX Runtime hands what a provider cannot do, or everything if it does not start, to the CPU."""
+    import numpy as np
+    import onnxruntime
+
+    is_wanted = provider == _CPU or (provider == "CUDAExecutionProvider" and bool(machine.gpus))
+    with tempfile.TemporaryDirectory(prefix="hasten-") as work:
+        settings = _settings(1, work)
+        # As they are in the graph, so that each is seen.
+        settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        printed = Path(work) / "stderr"
+        try:
+            with _stderr_into(printed):
+                session = onnxruntime.InferenceSession(probe_graph(), settings, providers=[provider])
+                session.run(None, {INPUT: np.ones((2, WIDTH), np.float32)})
+            executed = _profiled(session)
+        except Exception as error:  # the binding raises its own unrelated classes
+            return Trial(provider, is_ok=not is_wanted, note=str(error).strip().partition("\n")[0] or repr(error))
+        reason = re.search(r"with error: (.+)", printed.read_text(errors="replace"))
+    has_run = any(execution.on == provider for execution in executed)
+    note = "" if has_run else "it executes none of them"
+    if provider not in session.get_providers():
+        note = f"it does not start: {reason[1] if reason else 'ONNX Runtime does not say why'}"
+    return Trial(provider, executed, has_run or not is_wanted, note)
+
+
+@contextmanager
+def _stderr_into(file: Path) -> Iterator[None]:
+    """ONNX Runtime's own code prints why a provider does not start, and tells nobody else."""
+    before = os.dup(2)
+    try:
+        with file.open("wb") as stream:
+            os.dup2(stream.fileno(), 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 def stored_precision(graph: Path) -> Precision:

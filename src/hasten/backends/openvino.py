@@ -19,7 +19,9 @@ from hasten.backends import (
     probe_packages,
 )
 from hasten.core.errors import StageError
+from hasten.core.execution import Execution, Trial
 from hasten.core.hardware import Machine
+from hasten.core.probe_graph import INPUT, WIDTH, probe_graph
 from hasten.core.tensors import Batch, Layout, Outputs, SessionSpec, pad, unpad
 from hasten.core.variant import CPU, Precision, Support, Variant
 
@@ -74,6 +76,21 @@ class OpenVino:
     def open(self, artifact: Artifact, options: RunOptions) -> Session:
         return _Session(artifact, options)
 
+    def executions(self, artifact: Artifact) -> Sequence[Execution]:
+        try:
+            compiled = _compile(artifact.path(MODEL), artifact.variant.precision, threads=1)
+        except RuntimeError as error:
+            raise StageError(f"OpenVINO cannot load {artifact.variant}: {error}") from error
+        return _executed(compiled)
+
+    def trials(self, machine: Machine) -> Sequence[Trial]:
+        offered = [p for p in _HINTS if self.probe(machine, Variant(self.name, p)).ok]
+        others = [device for device in _core().available_devices if device != "CPU"]
+        return [
+            *map(_trial, offered),
+            *(Trial(device, note="available, but hasten runs OpenVINO on the CPU only") for device in others),
+        ]
+
 
 @cache
 def _core() -> Any:
@@ -90,15 +107,19 @@ def _cpu_capabilities() -> frozenset[str]:
     return frozenset(_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
 
 
+def _compile(model: Any, precision: Precision, threads: int) -> Any:
+    settings = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": _HINTS[precision],
+        "INFERENCE_NUM_THREADS": threads,
+    }
+    return _core().compile_model(model, "CPU", settings)
+
+
 class _Session(PaddedSession):
     def __init__(self, artifact: Artifact, options: RunOptions) -> None:
-        settings = {
-            "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_PRECISION_HINT": _HINTS[artifact.variant.precision],
-            "INFERENCE_NUM_THREADS": options.thread_count,
-        }
         try:
-            compiled = _core().compile_model(artifact.path(MODEL), "CPU", settings)
+            compiled = _compile(artifact.path(MODEL), artifact.variant.precision, options.thread_count)
         except RuntimeError as error:
             raise StageError(f"OpenVINO cannot load {artifact.variant}: {error}") from error
         self._request: Any = compiled.create_infer_request()
@@ -127,13 +148,42 @@ class _Session(PaddedSession):
 def _executed_precision(compiled: Any) -> str:
     """What the matrix products really run in: OpenVINO treats the precision as a hint."""
     found: Counter[str] = Counter()
+    for (layer, precision), count in _layers(compiled).items():
+        if layer in ("FullyConnected", "MatMul"):
+            found[precision] += count
+    return found.most_common(1)[0][0] if found else ""
+
+
+def _layers(compiled: Any) -> Counter[tuple[str, str]]:
+    """The layers that the compiled model consists of, with the precision each runs in."""
+    names = {hint: precision.value for precision, hint in _HINTS.items()}
+    found: Counter[tuple[str, str]] = Counter()
     for node in compiled.get_runtime_model().get_ops():
         about = node.get_rt_info()
-        if str(about["layerType"].value) in ("FullyConnected", "MatMul"):
-            found[str(about["runtimePrecision"].value)] += 1
-    names = {hint: precision.value for precision, hint in _HINTS.items()}
-    most = found.most_common(1)[0][0] if found else ""
-    return names.get(most, most)
+        precision = str(about["runtimePrecision"].value)
+        found[str(about["layerType"].value), names.get(precision, precision)] += 1
+    return found
+
+
+def _executed(compiled: Any) -> tuple[Execution, ...]:
+    return tuple(
+        Execution(layer, f"CPU {precision}", count)
+        for (layer, precision), count in _layers(compiled).most_common()
+        if layer not in ("Input", "Output", "Const")
+    )
+
+
+def _trial(precision: Precision) -> Trial:
+    import numpy as np
+
+    asked = f"CPU {precision}"
+    try:
+        compiled = _compile(_core().read_model(probe_graph()), precision, threads=1)
+        compiled.create_infer_request().infer({INPUT: np.ones((2, WIDTH), np.float32)})
+    except RuntimeError as error:
+        return Trial(asked, is_ok=False, note=(str(error).strip() or "RuntimeError").splitlines()[0])
+    found = _executed_precision(compiled)
+    return Trial(asked, _executed(compiled), found == precision, f"matrix products run in {found}")
 
 
 BACKEND = OpenVino()

@@ -17,6 +17,7 @@ from hasten.backends import (
     probe_packages,
 )
 from hasten.core.errors import StageError
+from hasten.core.execution import Execution, Trial
 from hasten.core.hardware import Machine
 from hasten.core.tensors import Batch, Layout, Outputs, SessionSpec, pad, unpad
 from hasten.core.variant import CPU, Precision, Support, Variant
@@ -45,6 +46,25 @@ class Torch:
 
     def open(self, artifact: Artifact, options: RunOptions) -> Session:
         return ModuleSession(load_module(artifact), artifact, options)
+
+    def trials(self, machine: Machine) -> Sequence[Trial]:
+        import torch
+
+        devices = ["cpu"]
+        found = []
+        if torch.version.cuda and torch.cuda.is_available():
+            devices.append("cuda")
+        elif torch.version.cuda:
+            here = "cannot use the GPU here" if machine.gpus else "there is no GPU here: the CPU build is far smaller"
+            note = f"built for CUDA {torch.version.cuda}, and {here}"
+            found.append(Trial("cuda", is_ok=not machine.gpus, note=note))
+        for device in devices:
+            try:
+                product = torch.ones(16, 16, device=device) @ torch.ones(16, 16, device=device)
+                found.append(Trial(device, (Execution("matmul", product.device.type, 1),)))
+            except RuntimeError as error:
+                found.append(Trial(device, is_ok=False, note=str(error).splitlines()[0]))
+        return found
 
 
 def save_module(source: Source, directory: Path) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source
-from hasten.builder.check import check_given, check_graph, check_tokenizer
+from hasten.builder.check import check_graph, check_tokenizer
 from hasten.builder.choose import GRAPH, MODULE, contenders, explain, rank
 from hasten.builder.detect import detect_task
 from hasten.builder.export import EXTERNAL_DATA_BYTES, IR_VERSION, OPSET, export
 from hasten.builder.given import LoadedGraph, load_graph
 from hasten.builder.load import LoadedModel, load_model, save_tokenizer
-from hasten.builder.optimize import fuse
+from hasten.builder.passes import apply_passes, record
 from hasten.builder.source import ModelDirectory, find_model
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
@@ -29,13 +29,12 @@ from hasten.core.errors import AccuracyError, HastenError, PlanError, StageError
 from hasten.core.hardware import Machine, this_machine
 from hasten.core.plan import Keep, Plan, Shapes
 from hasten.core.progress import Progress, Silent
-from hasten.core.report import Bench, Candidate, Report, Stage, Status, Verdict
-from hasten.core.tensors import Batch
+from hasten.core.report import Bench, Candidate, Pass, Report, Stage, Status, Verdict
 from hasten.core.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
 from hasten.core.version import __version__
 from hasten.measure.bench import bench
-from hasten.measure.data import read_rows, sample_rows
+from hasten.measure.data import Data, read_data, sample_rows
 from hasten.measure.verify import Expectation, expect, verify
 from hasten.predictor import Predictor
 from hasten.quantize.dynamic import quantize_dynamic
@@ -62,23 +61,25 @@ class Outline:
     unavailable: tuple[Candidate, ...]
 
 
-def outline(plan: Plan, output: Path | None = None, *, force: bool = False, directory: Path | None = None) -> Outline:
-    """All that can be refused or resolved without the weights: `--dry-run`, and the first step of every build.
+def outline(plan: Plan, output: Path | None = None, *, force: bool = False) -> Outline:
+    """All that can be refused or resolved without the weights: `--dry-run`, and the first step of every build."""
+    return _look(plan, output, force=force, directory=None)[0]
 
-    `directory` is where a model lies whose name in the plan is not an address.
-    """
+
+def _look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None) -> tuple[Outline, Data | None]:
+    """The outline, and the data that was read for it: a pipe can be read only once."""
     if output is not None:
         check_target(output, force=force)
-    rows = read_rows(plan.data) if plan.data is not None else None
+    data = read_data(plan.data, plan.columns) if plan.data is not None else None
     model = find_model(plan, with_weights=False, directory=directory)
     baseline = MODULE if model.graph is None else GRAPH
     wanted, unavailable = contenders(plan, this_machine(), baseline)
     task = detect_task(model, plan)
-    if rows is not None:
-        task.parse(rows)
+    if data is not None:
+        task.parse(data.rows)
     target = output or cache_directory() / "bundles" / _cache_name(model, directory)
     names = tuple(variant.name for variant in wanted)
-    return Outline(model.id, task.name, target, baseline, names, tuple(unavailable))
+    return Outline(model.id, task.name, target, baseline, names, tuple(unavailable)), data
 
 
 def _cache_name(model: ModelDirectory, directory: Path | None) -> str:
@@ -96,8 +97,11 @@ def build(
     progress: Progress | None = None,
     directory: Path | None = None,
 ) -> Bundle:
-    """Nothing appears at the target unless every stage succeeded. `directory` as in `outline`."""
-    about = outline(plan, output, force=force, directory=directory)
+    """Nothing appears at the target unless every stage succeeded.
+
+    `directory` is where a model lies whose name in the plan is not an address.
+    """
+    about, data = _look(plan, output, force=force, directory=directory)
     temporary = Path(tempfile.gettempdir())
     doing = f"working in {temporary}"
     with (
@@ -105,7 +109,7 @@ def build(
         tempfile.TemporaryDirectory(prefix="hasten-") as work,
         translate_os_errors(doing, temporary),
     ):
-        return _Build(plan, about, Path(work), progress or Silent(), force or output is None, directory).run()
+        return _Build(plan, about, data, Path(work), progress or Silent(), force or output is None, directory).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +124,14 @@ class _Trial:
 class _Build:
     plan: Plan
     about: Outline
+    data: Data | None
     work: Path
     progress: Progress
     force: bool
     directory: Path | None
     machine: Machine = field(default_factory=this_machine)
     stages: list[Stage] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
 
     def run(self) -> Bundle:
         with self._stage("load") as notes:
@@ -139,26 +145,35 @@ class _Build:
             notes += _kind_notes(model, loaded)
 
         with self._stage("reference") as notes:
-            rows = read_rows(self.plan.data) if self.plan.data else sample_rows(loaded.task)
+            rows = self.data.rows_for(loaded.task) if self.data else sample_rows(loaded.task)
             original = self._original(loaded)
-            expected = expect(Predictor(loaded.task, tokenizer, original), rows, self.progress)
-            if self.plan.gate.max_drop is not None and expected.metric is None:
-                raise PlanError(f"{self.plan.data} has no labels, so no drop can be measured on it")
+            gate, predictor = self.plan.gate, Predictor(loaded.task, tokenizer, original)
+            expected = expect(predictor, rows, self.progress, metric=gate.metric)
+            if expected.metric is None and (gate.max_drop is not None or gate.metric is not None):
+                raise PlanError(f"{self.plan.data} has no labels, so no metric can be measured on it")
             notes.append(f"{len(rows)} rows answered by {loaded.baseline}")
             if expected.metric is not None:
                 notes.append(f"{expected.metric.name} {expected.metric.value:.4f}")
 
         with self._stage("export") as notes:
-            graph, found = self._export(loaded, original, expected.encoded.batch)
-            notes += found
+            exported = self._export(loaded, notes)
+            made = {dialect: self._made_from(dialect) for dialect in (Dialect.ONNX, Dialect.ORT)}
+            self.passes.append(
+                record("export", None, exported, variants=[*made[Dialect.ONNX], *made[Dialect.ORT]], notes=notes)
+            )
 
         with self._stage("optimize") as notes:
-            fused = self._folder("fused") / "model.onnx"
-            notes += fuse(graph, fused, loaded.config, external_data=_is_large(graph)).notes()
+            graphs = apply_passes(exported, self.work, loaded.config, external_data=_is_large(exported), made=made)
+            self.passes += graphs.passes
+            notes += dict.fromkeys(note for done in graphs.passes for note in done.notes)
+
+        with self._stage("check") as notes, self._open_graph(graphs.plain, loaded) as session:
+            is_exact = loaded.precision is Precision.FP32
+            checked = check_graph(session, original, expected.encoded.batch, is_exact=is_exact)
+            notes.append(f"the graph {f'equals {loaded.baseline}' if is_exact else 'answers'} at {', '.join(checked)}")
 
         with self._stage("make and verify") as notes:
-            sources = {Dialect.MODULE: graph, Dialect.ONNX: graph, Dialect.ORT: fused}
-            trials, failed = self._try_all(loaded, tokenizer, sources, expected)
+            trials, failed = self._try_all(loaded, tokenizer, graphs.by_dialect(), expected)
             eligible = {variant: trial for variant, trial in trials.items() if trial.verdict.passed}
             notes.append(f"{len(eligible)} of {len(trials)} variants agree with the original")
         refused = (*_inaccurate(trials), *failed, *self.about.unavailable)
@@ -170,10 +185,10 @@ class _Build:
 
         with self._stage("benchmark") as notes:
             shapes = self._shapes(loaded, notes)
-            made = {variant: trial.artifact for variant, trial in eligible.items()}
-            baseline = made.pop(loaded.baseline, None) or self._make(loaded.baseline, loaded.source)
+            racing = {variant: trial.artifact for variant, trial in eligible.items()}
+            baseline = racing.pop(loaded.baseline, None) or self._make(loaded.baseline, loaded.source)
             measured = bench(
-                [baseline, *made.values()],
+                [baseline, *racing.values()],
                 shapes.corners(),
                 expected.encoded.batch,
                 budget_s=self.plan.bench_budget_s,
@@ -189,14 +204,14 @@ class _Build:
         report = self._report(measured, ranking, shapes, verdicts, refused)
         with self._stage("write"), BundleWriter(self.about.target, force=self.force) as writer:
             kept = ranking if self.plan.keep is Keep.ALL else ranking[:2]
-            graphs = {MODEL: writer.add_graph(graph)}
+            stored_graphs = {MODEL: writer.add_graph(graphs.plain)}
             for variant in kept:
                 writer.add_variant(eligible[variant].artifact)
             writer.add_tokenizer(tokenizer_file)
             stored = rows[: _stored_rows(expected)]
             writer.add_reference(stored, expected.first(len(stored), loaded.signature))
             writer.add_report(report)
-            return writer.commit(self._manifest(model, loaded, graphs, [eligible[variant] for variant in kept]))
+            return writer.commit(self._manifest(model, loaded, stored_graphs, [eligible[variant] for variant in kept]))
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[list[str]]:
@@ -216,6 +231,11 @@ class _Build:
             self.progress.finish("; ".join(notes), ok=ok)
         self.stages.append(Stage(name, time.perf_counter() - begin, tuple(notes)))
 
+    def _made_from(self, dialect: Dialect) -> list[str]:
+        """The contenders that start from a graph of this dialect."""
+        names = self.about.contenders
+        return [name for name in names if BACKENDS.get(Variant.parse(name).backend).dialect is dialect]
+
     def _folder(self, name: str) -> Path:
         folder = self.work / name
         folder.mkdir()
@@ -223,7 +243,7 @@ class _Build:
 
     def _load(self, model: ModelDirectory) -> Original:
         if model.graph is not None:
-            return load_graph(model, self.plan, self.work / "model.onnx")
+            return load_graph(model, self.plan, self._folder("given") / "model.onnx")
         return load_model(model, self.plan)
 
     def _shapes(self, loaded: Original, notes: list[str]) -> Shapes:
@@ -242,16 +262,14 @@ class _Build:
         artifact = Artifact(loaded.baseline, loaded.signature, self.work, {})
         return ModuleSession(loaded.module, artifact, RunOptions(self.plan.threads))
 
-    def _export(self, loaded: Original, original: Session, rows: Batch) -> tuple[Path, list[str]]:
-        """The graph, and what was proven about it."""
+    def _export(self, loaded: Original, notes: list[str]) -> Path:
         if isinstance(loaded, LoadedGraph):
-            checked = check_given(original, rows, is_exact=loaded.precision is Precision.FP32)
-            return loaded.graph, [f"not needed; the graph is sound at {', '.join(checked)}"]
-        graph = self.work / "model.onnx"
-        export(loaded, graph)
-        with self._open_graph(graph, loaded) as exported:
-            checked = check_graph(exported, original, rows)
-        return graph, [f"opset {OPSET}, IR {IR_VERSION}", f"equal to PyTorch at {', '.join(checked)}"]
+            notes.append("not needed: it came as a graph")
+            return loaded.graph
+        exported = self._folder("exported") / "model.onnx"
+        export(loaded, exported)
+        notes.append(f"opset {OPSET}, IR {IR_VERSION}")
+        return exported
 
     def _open_graph(self, graph: Path, loaded: Original) -> Session:
         variant = Variant(GRAPH, loaded.precision)
@@ -264,12 +282,13 @@ class _Build:
     def _prepare(self, variant: Variant, loaded: Original, graphs: Mapping[Dialect, Path]) -> Source:
         """The model in the form this variant is made from: its dialect and, where graphs carry it, its precision."""
         dialect = BACKENDS.get(variant.backend).dialect
-        if dialect is Dialect.MODULE:
+        if dialect is Dialect.MODULE or variant == loaded.baseline:
             return loaded.source
         graph = graphs[dialect]
         if dialect is Dialect.ORT and variant.precision is Precision.INT8 and loaded.precision is Precision.FP32:
             quantized = self._folder(f"{variant.name}-graph") / graph.name
             quantize_dynamic(graph, quantized, external_data=_is_large(graph))
+            self.passes.append(record("quantize", graph, quantized, variants=[variant.name]))
             graph = quantized
         return Source(loaded.signature, {MODEL: graph})
 
@@ -314,6 +333,7 @@ class _Build:
             candidates=(*explain(ranking, measured, shapes.optimal, verdicts), *others),
             bench=measured,
             chosen=ranking[0].name,
+            passes=tuple(self.passes),
         )
 
     def _manifest(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hasten.builder.load import LoadedModel, quiet_libraries
 from hasten.core.errors import StageError, missing_package
+
+if TYPE_CHECKING:
+    from hasten.builder.head import Exportable
 
 # The oldest runtime we support (ONNX Runtime 1.14, in tritonserver of 2023) reads these; newer ones read them too.
 OPSET = 17
@@ -39,6 +42,7 @@ def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERN
     parts.mkdir()
     # Eager attention is the one form ONNX Runtime's fusion recognises: SDPA's export hides it behind IsNaN and Where.
     with quiet_libraries(), _attention(module.model, "eager"), torch.inference_mode():
+        module.has_additive_mask = _takes_additive_mask(module, feeds)
         try:
             # The tracing exporter: nine times faster than dynamo's, and fusion finds attention only in its graphs
             # (docs/decisions/exporter.md).
@@ -58,6 +62,7 @@ def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERN
         finally:
             # torch.onnx.export leaves modules in train mode in some versions; a reference with dropout is no reference.
             module.eval()
+            module.has_additive_mask = False
     graph = onnx.load(parts / file.name)
     graph.ir_version = IR_VERSION
     is_large = sum(part.stat().st_size for part in parts.iterdir()) > external_data_bytes
@@ -69,6 +74,25 @@ def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERN
         all_tensors_to_one_file=True,
     )
     _remove(parts)
+
+
+def _takes_additive_mask(module: Exportable, feeds: Mapping[str, Any]) -> bool:
+    """Whether the model passes on a mask of (rows, 1, 1, keys): from a plain one, transformers 5 makes one of
+    (rows, 1, queries, keys), in sixty operators, and every layer of the graph then adds the larger one."""
+    import torch
+
+    config = module.model.config
+    if getattr(config, "layer_types", None) or getattr(config, "sliding_window", None):
+        return False  # some layers see a part of the text only: they need to make masks of their own
+    plain = module(**feeds)
+    module.has_additive_mask = True
+    try:
+        additive = module(**feeds)
+        return all(torch.allclose(a, b, rtol=0, atol=1e-4) for a, b in zip(plain, additive, strict=True))
+    except Exception:  # a model that takes no other mask raises whatever it comes to
+        return False
+    finally:
+        module.has_additive_mask = False
 
 
 @contextmanager

@@ -22,14 +22,30 @@ class Exportable(nn.Module):
         self.model = model
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
+        # Whether the model gets its mask ready to be added to attention scores (see builder/export.py).
+        self.has_additive_mask = False
         self.eval()
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, ...]:
         return self.answer(dict(zip(self.inputs, args, strict=False)) | kwargs)
 
     def answer(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        outputs: Any = self.model(**feeds, return_dict=True)
+        outputs = self.run(feeds)
         return tuple(outputs[name] for name in self.outputs)
+
+    def run(self, feeds: dict[str, Tensor]) -> Any:
+        if self.has_additive_mask:
+            feeds = feeds | {"attention_mask": _additive(feeds["attention_mask"])}
+        return self.model(**feeds, return_dict=True)
+
+
+def _additive(mask: Tensor) -> Tensor:
+    """Zero for what is seen, the lowest number for padding: (rows, 1, 1, keys).
+
+    The expansion does nothing, but ONNX Runtime's attention fusion knows a mask by these very operators.
+    """
+    hidden = 1.0 - mask[:, None, None, :].expand(-1, 1, 1, -1).float()
+    return hidden.masked_fill(hidden.bool(), torch.finfo(torch.float32).min)
 
 
 class Pooled(Exportable):
@@ -40,7 +56,7 @@ class Pooled(Exportable):
         self.head = head.eval()
 
     def answer(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        outputs: Any = self.model(**feeds, return_dict=True)
+        outputs = self.run(feeds)
         return (self.head(outputs["last_hidden_state"], feeds["attention_mask"]),)
 
 

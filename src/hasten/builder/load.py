@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # Tokenizers that know no limit say so with a number near 10^30.
 _NO_LIMIT = 1_000_000
 
+_TYPES = "token_type_ids"
+
 # Architectures whose position table is longer than the texts they take: the first positions are reserved for padding.
 _RESERVED_POSITIONS = {
     "roberta": 2,
@@ -194,6 +196,8 @@ def read_facts(
     columns = [name for name in tokenizer.model_input_names if name in accepted and name != ATTENTION_MASK]
     if "input_ids" not in columns:
         raise UnsupportedError(f"{model.id} takes no token ids: hasten handles text models")
+    if not task.takes_pairs and not any(tokenizer("a text").get(_TYPES, ())):
+        columns = [name for name in columns if name != _TYPES]
     limit = _max_length(config, tokenizer, layout)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     pads_left = tokenizer.padding_side == "left"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -11,10 +11,32 @@ from pathlib import Path
 from typing import Any
 
 from hasten.core.errors import StageError, missing_package
+from hasten.core.report import Unfused
 
 # What an architecture needs beyond the general case: the family whose fusion patterns fit it.
 _FUSION_FAMILY: dict[str, str] = {}
 _GENERAL = "bert"
+
+# The operators that are gone where a fusion succeeded, and what they are a part of.
+_SIGNS = {"Softmax": "attention", "Erf": "GELU"}
+
+_RELATIVE = "a relative position bias is added to its scores"
+_ROTARY = "rotary embeddings turn its queries and keys"
+# Why attention stays in parts: it is not the plain one that the fused operator computes.
+_WHY_NO_ATTENTION = {
+    "convbert": "convolutions stand beside it",
+    "deberta": _RELATIVE,
+    "deberta-v2": _RELATIVE,
+    "eurobert": _ROTARY,
+    "gemma3_text": _ROTARY,
+    "mobilebert": "its queries and values come from different tensors",
+    "modernbert": _ROTARY,
+    "mpnet": _RELATIVE,
+    "nomic_bert": _ROTARY,
+    "roformer": _ROTARY,
+    "squeezebert": "convolutions take the place of its matrix products",
+}
+_UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +47,7 @@ class Fusions:
     layers: int
     nodes_before: int
     nodes_after: int
+    left: tuple[Unfused, ...] = ()
 
     @property
     def attention(self) -> int:
@@ -35,7 +58,6 @@ class Fusions:
         return (
             f"attention fused in {self.attention} of {self.layers} layers",
             f"fused: {listed or 'nothing else'}",
-            f"{self.nodes_before} → {self.nodes_after} operators",
         )
 
 
@@ -77,4 +99,15 @@ def fuse(graph: Path, file: Path, config: Any, *, external_data: bool) -> Fusion
     except Exception as error:
         raise StageError(f"ONNX Runtime's optimizer failed on {config.model_type}: {error}") from error
     layers = int(getattr(config, "num_hidden_layers", 0))
-    return Fusions(counts, layers, before, len(model.model.graph.node))
+    nodes = model.model.graph.node
+    return Fusions(counts, layers, before, len(nodes), unfused(nodes, config.model_type))
+
+
+def unfused(nodes: Iterable[Any], model_type: str) -> tuple[Unfused, ...]:
+    """What is left of attention and GELU in a graph, node by node; the reason where the architecture tells it."""
+    reasons = {"attention": _WHY_NO_ATTENTION.get(model_type, _UNKNOWN)}
+    return tuple(
+        Unfused(what, node.name or node.output[0], reasons.get(what, _UNKNOWN))
+        for node in nodes
+        if (what := _SIGNS.get(node.op_type))
+    )

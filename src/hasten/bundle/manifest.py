@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -79,12 +79,7 @@ class Manifest:
         return self.variants[0]
 
     def sealed(self) -> Manifest:
-        return replace(self, digest=self._digest())
-
-    def _digest(self) -> str:
-        # Through JSON and back first: a float given as an int (min_agreement=1) is written as 1 and read as 1.0.
-        read = msgspec.json.decode(msgspec.json.encode(replace(self, digest="")), type=Manifest)
-        return hashlib.sha256(msgspec.json.encode(read, order="sorted")).hexdigest()
+        return replace(self, digest=_digest(msgspec.json.decode(msgspec.json.encode(self))))
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1)
@@ -112,13 +107,14 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory} has bundle format {schema}; this hasten reads up to {SCHEMA}",
             hint="pip install -U hasten",
         )
+    is_sealed = raw.get("digest") == _digest(raw)
     for old in range(schema, SCHEMA):
         raw = _MIGRATIONS[old](raw)
     try:
         manifest = msgspec.convert(raw, Manifest)
     except (msgspec.ValidationError, PlanError) as error:  # PlanError: a gate that no plan would allow
         raise BundleError(f"{file} is damaged: {error}", hint="build the bundle again") from error
-    if schema == SCHEMA and manifest.digest != manifest._digest():
+    if not is_sealed:
         raise BundleError(f"{file} was changed after it was built", hint="build the bundle again")
     for path in (*manifest.files, *manifest.graphs.values()):
         inside(directory, path)
@@ -130,6 +126,12 @@ def read_manifest(directory: Path) -> Manifest:
     if not manifest.variants:
         raise BundleError(f"{file} lists no variant", hint="build the bundle again")
     return manifest
+
+
+def _digest(raw: Mapping[str, object]) -> str:
+    """Of what stands in the file, not of what is read from it: a field that a later hasten adds changes nothing."""
+    content = {name: value for name, value in raw.items() if name != "digest"}
+    return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
 
 
 def is_bundle(directory: Path) -> bool:

@@ -22,6 +22,8 @@ COMMANDS = {
     "run": "answer texts from a bundle",
     "verify": "prove again, here, that a bundle answers like the original",
     "bench": "time a bundle's variants on the full grid of shapes",
+    "inspect": "show what a bundle holds, what was fused in its graph and what was not",
+    "doctor": "say what works on this machine, and what does not and why",
 }
 _INTERRUPTED = 130
 

@@ -17,9 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("-b", "--batch-size", type=int, nargs="+", default=[1, 8, 32], metavar="N")
     sizes.add_argument("-s", "--seq-len", type=int, nargs="+", default=[16, 128, 256], metavar="N")
     gate = parser.add_argument_group("accuracy")
-    gate.add_argument("--data", type=Path, metavar="FILE", help="JSON lines to judge on (default: a built-in sample)")
+    gate.add_argument(
+        "--data",
+        metavar="FILE",
+        help="jsonl, json, csv, tsv, parquet, a folder, datasets:NAME:SPLIT to judge on (default: a built-in sample)",
+    )
+    gate.add_argument("--columns", metavar="NAME=COLUMN,…", help="what the data calls them: text=sentence,label=stars")
     gate.add_argument("--min-agreement", type=float, metavar="SHARE", help="same labels, or mean cosine, at least")
     gate.add_argument("--max-drop", type=float, metavar="POINTS", help="largest loss of the metric; needs labels")
+    gate.add_argument("--metric", metavar="NAME", help="the one --max-drop goes by: macro-f1, … (default: the task's)")
     parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="try these only: onnxruntime-fp32 …")
     parser.add_argument("--keep", choices=("best", "all"), default="best", help="store the best two variants, or all")
     parser.add_argument("--bench-budget", default="30s", metavar="TIME", help="time for the benchmark (default: 30s)")
@@ -31,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from hasten.core.plan import Gate, Keep, Plan, Range, Shapes, parse_duration
+    from hasten.core.plan import Gate, Keep, Plan, Range, Shapes, parse_columns, parse_duration
 
     plan = Plan(
         model=args.model,
@@ -44,8 +50,9 @@ def main(args: argparse.Namespace) -> int:
             Range.of("--seq-len", tuple(args.seq_len)),
         ),
         variants=tuple(args.variants),
-        data=str(args.data) if args.data else None,
-        gate=Gate(args.min_agreement, args.max_drop),
+        data=args.data,
+        columns=parse_columns(args.columns) if args.columns is not None else {},
+        gate=Gate(args.min_agreement, args.max_drop, args.metric),
         bench_budget_s=parse_duration(args.bench_budget),
         threads=args.threads,
         keep=Keep(args.keep),

@@ -110,7 +110,7 @@ def print_report(report: Report) -> None:
     sizes = {entry.variant: entry for entry in report.bench.footprints}
     # The end of a long path is the part that tells.
     model = "/".join(report.plan.model.rstrip("/").split("/")[-2:])
-    table = _table(f"{model} at {optimal} (batch × tokens)")
+    table = plain_table(f"{model} at {optimal} (batch × tokens)")
     for name in (
         "",
         "variant",
@@ -136,6 +136,7 @@ def print_report(report: Report) -> None:
             style=_STYLES[candidate.status],
         )
     out.print(table)
+    print_metrics(report.candidates)
     print_shapes(report.bench, skip=optimal)
     out.print(f"[dim]{report.machine}[/]")
     print_busy(report.bench)
@@ -152,7 +153,7 @@ def print_shapes(bench: Bench, skip: Shape | None = None) -> None:
     if not shapes:
         return
     names = list(dict.fromkeys(timing.variant for timing in bench.timings if timing.shape in shapes))
-    table = _table("other shapes" if skip else "all shapes")
+    table = plain_table("other shapes" if skip else "all shapes")
     table.add_column("batch × tokens")
     for name in names:
         table.add_column(name, justify="right")
@@ -164,7 +165,7 @@ def print_shapes(bench: Bench, skip: Shape | None = None) -> None:
 
 def print_timings(bench: Bench) -> None:
     """Everything that was timed, a row a shape and variant."""
-    table = _table("timings")
+    table = plain_table("timings")
     for name in ("batch × tokens", "variant", "p50", "p90", "p99", "sentences/s", f"vs {bench.baseline}"):
         table.add_column(name, justify="right" if name in ("p50", "p90", "p99", "sentences/s") else "left")
     last = None
@@ -183,7 +184,7 @@ def print_timings(bench: Bench) -> None:
 
 
 def print_candidates(candidates: Sequence[Candidate]) -> None:
-    table = _table("candidates")
+    table = plain_table("candidates")
     for name in ("", "variant", "status", "why"):
         table.add_column(name)
     for candidate in candidates:
@@ -199,7 +200,7 @@ def print_verdicts(candidates: Sequence[Candidate], rows: Sequence[Row]) -> None
     verdicts = [candidate.verdict for candidate in candidates if candidate.verdict is not None]
     metric = next((verdict.metric for verdict in verdicts if verdict.metric is not None), None)
     # The graph is always judged on the stored rows; the others, which come after it, on these.
-    table = _table(f"{len(rows)} rows")
+    table = plain_table(f"{len(rows)} rows")
     judged = ("metric", "drop") if metric is None else (metric.name, "drop")
     for name in ("", "variant", "agreement", "flips", "cosine", "max error", *judged):
         table.add_column(name, justify="left" if name in ("", "variant") else "right")
@@ -222,14 +223,31 @@ def print_verdicts(candidates: Sequence[Candidate], rows: Sequence[Row]) -> None
             candidate.reason,
         )
     out.print(table)
+    print_metrics(candidates)
     for verdict in verdicts:
         if verdict.variant != GRAPH and verdict.agreement.worst and verdict.agreement.max_error > FP32_TOLERANCE:
             row = json.dumps(rows[verdict.agreement.worst[0]], ensure_ascii=False)
             out.print(f"{verdict.variant} differs most on", row[:90], style="dim", highlight=False, markup=False)
 
 
+def print_metrics(candidates: Sequence[Candidate]) -> None:
+    """Everything people know the task's answers by, a row a variant, where that is more than one number."""
+    verdicts = [candidate.verdict for candidate in candidates if candidate.verdict and candidate.variant != GRAPH]
+    scored = [(verdict.variant, verdict.metric) for verdict in verdicts if verdict.metric is not None]
+    reference = next((verdict.reference_metric for verdict in verdicts if verdict.reference_metric), None)
+    if reference is None or not reference.also:
+        return
+    table = plain_table(f"metrics on {reference.rows} rows")
+    for name in ("variant", reference.name, *reference.also):
+        table.add_column(name, justify="left" if name == "variant" else "right")
+    for variant, metric in [("the reference", reference), *scored]:
+        values = (metric.value, *(metric.also[name] for name in reference.also))
+        table.add_row(variant, *(f"{value:.4f}" for value in values))
+    out.print(table)
+
+
 def print_footprints(bench: Bench) -> None:
-    table = _table("footprint")
+    table = plain_table("footprint")
     for name in ("variant", "load", "memory", "size"):
         table.add_column(name, justify="left" if name == "variant" else "right")
     for entry in bench.footprints:
@@ -242,7 +260,7 @@ def print_footprints(bench: Bench) -> None:
     out.print(table)
 
 
-def _table(title: str) -> Table:
+def plain_table(title: str) -> Table:
     return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 

@@ -16,7 +16,10 @@ _CHUNK = 512
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("text", nargs="*", help="texts to answer")
-    parser.add_argument("--input", metavar="FILE", help="JSON lines to answer, '-' for stdin")
+    parser.add_argument(
+        "--input", metavar="FILE", help="rows to answer: jsonl ('-' for stdin), json, csv, tsv, parquet, …"
+    )
+    parser.add_argument("--columns", metavar="NAME=COLUMN,…", help="what the file calls them: text=sentence")
     parser.add_argument("--variant", help="default: the fastest that runs here")
     parser.add_argument("--threads", type=int, metavar="N")
     parser.add_argument(
@@ -27,10 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from hasten.cli import console
     from hasten.core.errors import InputError
+    from hasten.core.plan import parse_columns
     from hasten.predictor import load
 
     if bool(args.text) == bool(args.input):
         raise InputError("give texts, or a file with --input", hint='hasten run BUNDLE "some text"')
+    if args.columns is not None and args.text:
+        raise InputError("--columns is about a file, and texts were given", hint="--input FILE")
+    columns = parse_columns(args.columns) if args.columns is not None else {}
     console.display(args.quiet)
     options = dict(_option(text) for text in args.option)
     with load(args.bundle, args.variant, threads=args.threads) as predictor:
@@ -41,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
             else:
                 _print_answers(args.text, answers)
             return 0
-        for rows in _chunks(args.input):
+        for rows in _chunks(args.input, columns):
             for answer in predictor(rows, **options):
                 sys.stdout.write(_one_line(answer) + "\n")
     return 0
@@ -59,11 +66,11 @@ def _option(text: str) -> tuple[str, object]:
         return name, value
 
 
-def _chunks(source: str) -> Iterator[list[object]]:
-    from hasten.measure.data import read_lines
+def _chunks(source: str, columns: Mapping[str, str]) -> Iterator[list[object]]:
+    from hasten.measure.data import stream
 
     rows: list[object] = []
-    for _, row in read_lines(source):
+    for row in stream(source, columns):
         rows.append(row)
         if len(rows) == _CHUNK:
             yield rows

@@ -72,6 +72,8 @@ class Gate:
 
     min_agreement: float | None = None
     max_drop: float | None = None
+    # Which of the task's metrics may drop by that; None stands for its main one.
+    metric: str | None = None
 
     def __post_init__(self) -> None:
         if self.min_agreement is not None and not 0 <= self.min_agreement <= 1:
@@ -93,6 +95,8 @@ class Plan:
     shapes: Shapes = field(default_factory=Shapes)
     variants: tuple[str, ...] = ()
     data: str | None = None
+    # What the task calls a column to what the data calls it.
+    columns: dict[str, str] = field(default_factory=dict)
     gate: Gate = field(default_factory=Gate)
     bench_budget_s: float = 30.0
     threads: int | None = None
@@ -107,6 +111,23 @@ class Plan:
             raise PlanError("the benchmark's budget must be more than nothing", hint="--bench-budget 30s")
         if self.gate.max_drop is not None and self.data is None:
             raise PlanError("--max-drop needs labelled data to measure a drop on", hint="--data file.jsonl")
+        if self.gate.metric is not None and self.data is None:
+            raise PlanError("--metric needs labelled data to measure it on", hint="--data file.jsonl")
+        if self.columns and self.data is None:
+            raise PlanError("--columns is about a data file, and there is none", hint="--data file.csv")
+
+
+def parse_columns(text: str) -> dict[str, str]:
+    """`text=sentence,label=stars`: what the task calls a column to what the data calls it."""
+    columns: dict[str, str] = {}
+    for part in text.split(","):
+        name, separator, column = (word.strip() for word in part.partition("="))
+        if not (name and separator and column):
+            raise PlanError(f"'{part.strip()}' is not NAME=COLUMN", hint="--columns text=sentence,label=stars")
+        if name in columns:
+            raise PlanError(f"--columns names '{name}' twice")
+        columns[name] = column
+    return columns
 
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from hasten.core.errors import PlanError
 from hasten.core.hardware import Machine
 from hasten.core.plan import Plan
 from hasten.core.statistics import Interval
@@ -20,6 +21,21 @@ class Metric:
     rows: int
     # What else people know the task's answers by; the gate goes by `value` alone.
     also: dict[str, float] = field(default_factory=dict)
+
+    def named(self, name: str) -> Metric:
+        """The same with another of its values as the main one: 'macro F1', or 'macro-f1', or enough of it to tell."""
+        values = {self.name: self.value, **self.also}
+        asked = _letters(name)
+        exact = [known for known in values if _letters(known) == asked]
+        found = exact or [known for known in values if asked and asked in _letters(known)]
+        if len(found) != 1:
+            wrong = f"'{name}' may be {' or '.join(found)}" if found else f"there is no metric '{name}' here"
+            raise PlanError(wrong, hint=f"--metric takes one of: {', '.join(values)}")
+        return replace(self, name=found[0], value=values.pop(found[0]), also=values)
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.casefold() if letter.isalnum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +153,28 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Unfused:
+    """An operator that a pass merges with its neighbours in other models, and left as it was in this one."""
+
+    what: str
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One rewriting of the graph: how many operators of each type there were before it and after it."""
+
+    name: str
+    operators_before: dict[str, int]
+    operators_after: dict[str, int]
+    # The variants that were made from what came out of it.
+    variants: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    left: tuple[Unfused, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     plan: Plan
     created: str
@@ -145,3 +183,4 @@ class Report:
     candidates: tuple[Candidate, ...]
     bench: Bench
     chosen: str
+    passes: tuple[Pass, ...] = ()

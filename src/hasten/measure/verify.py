@@ -44,16 +44,22 @@ class Expectation:
 
 
 def expect(
-    predictor: Predictor, rows: Sequence[Row], progress: Progress, outputs: Outputs | None = None
+    predictor: Predictor,
+    rows: Sequence[Row],
+    progress: Progress,
+    outputs: Outputs | None = None,
+    metric: str | None = None,
 ) -> Expectation:
-    """Let the original answer the rows, unless its outputs are given."""
+    """Let the original answer the rows, unless its outputs are given; `metric` is the one to go by."""
     task, spec = predictor.task, predictor.spec
     encoded = predictor.encode(list(rows))
     gold = task.gold(rows, spec)
     if outputs is None:
         outputs = run_rows(predictor, encoded, progress, "reference answers")
-    metric = task.score(outputs, encoded, gold, spec) if gold is not None else None
-    return Expectation(encoded, outputs, gold, metric, predictor.session.spec.precision)
+    scored = task.score(outputs, encoded, gold, spec) if gold is not None else None
+    if scored is not None and metric is not None:
+        scored = scored.named(metric)
+    return Expectation(encoded, outputs, gold, scored, predictor.session.spec.precision)
 
 
 def verify(predictor: Predictor, variant: str, expected: Expectation, gate: Gate, progress: Progress) -> Verdict:
@@ -61,8 +67,9 @@ def verify(predictor: Predictor, variant: str, expected: Expectation, gate: Gate
     outputs = run_rows(predictor, expected.encoded, progress, f"verify {variant}")
     agreement = task.agree(outputs, expected.outputs, expected.encoded, spec)
     metric = None
-    if expected.gold is not None:
-        metric = task.score(outputs, expected.encoded, expected.gold, spec)
+    # Of outputs that are no numbers there is no score, and NaN has no place in a report.
+    if expected.gold is not None and expected.metric is not None and agreement.is_finite:
+        metric = task.score(outputs, expected.encoded, expected.gold, spec).named(expected.metric.name)
     precision = predictor.session.spec.precision if expected.precision == Precision.FP32 else expected.precision
     passed, reason = judge(agreement, metric, expected.metric, precision, gate, task)
     return Verdict(variant, passed, reason, agreement, metric, expected.metric)
@@ -111,22 +118,24 @@ def reverify(
     """
     bundle.check()
     about, options = bundle.manifest, RunOptions(threads)
-    is_drop_asked = gate.max_drop is not None
+    asked = {"--max-drop": gate.max_drop, "--metric": gate.metric}
+    needing = next((flag for flag, value in asked.items() if value is not None), None)
     gate = Gate(
         about.gate.min_agreement if gate.min_agreement is None else gate.min_agreement,
         about.gate.max_drop if gate.max_drop is None else gate.max_drop,
+        about.gate.metric if gate.metric is None else gate.metric,
     )
     tokenizer, stored = bundle.tokenizer(), bundle.reference()
     candidates = []
     with open_session(bundle.graph(), options) as session:
         graph = Predictor(about.task, tokenizer, session)
-        expected = expect(graph, stored.rows, progress, stored.outputs)
+        expected = expect(graph, stored.rows, progress, stored.outputs, gate.metric)
         verdict = verify(graph, GRAPH, expected, gate, progress)
         candidates.append(_candidate(verdict))
         if rows is not None:
-            expected = expect(graph, rows, progress)
-    if is_drop_asked and expected.metric is None:
-        raise PlanError("--max-drop needs labels, and these rows have none", hint="--data with labelled rows")
+            expected = expect(graph, rows, progress, metric=gate.metric)
+    if needing is not None and expected.metric is None:
+        raise PlanError(f"{needing} needs labels, and these rows have none", hint="--data with labelled rows")
     for entry in [bundle.entry(name) for name in names] or about.variants:
         support = probe(entry)
         if not support.ok and not names:

@@ -81,6 +81,11 @@ class Task(Protocol[Item, Answer, Options]):
         ...
 
     @property
+    def takes_pairs(self) -> bool:
+        """Whether a row may hold two texts: if not, and the model's token types are zero, they are left out."""
+        ...
+
+    @property
     def is_detected(self) -> bool:
         """Whether a model with such a head is taken to be for this task when nobody says otherwise."""
         ...

@@ -11,7 +11,7 @@ import numpy as np
 
 from hasten.core.errors import InputError
 from hasten.core.report import Agreement, Metric
-from hasten.core.statistics import relative_error, row_cosines, spearman
+from hasten.core.statistics import pearson, relative_error, row_cosines, spearman
 from hasten.core.tensors import BATCH, FloatArray, Outputs
 from hasten.core.tokenizer import Tokenizer
 from hasten.tasks import Encoded, Row, TaskSpec, checked_text, not_finite, parse_texts, read_options
@@ -40,6 +40,7 @@ class SentenceSimilarity:
     name = "sentence-similarity"
     auto_class = "AutoModel"
     heads = ()
+    takes_pairs = False
     is_detected = False
     outputs = (EMBEDDING,)
     axes = (BATCH,)
@@ -103,8 +104,9 @@ class SentenceSimilarity:
 
     def score(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> Metric:
         vectors = outputs[EMBEDDING]
-        similarity = row_cosines(vectors[0::2], vectors[1::2])
-        return Metric("Spearman correlation", spearman(similarity, np.asarray(gold, np.float64)), len(gold))
+        similarity, scores = row_cosines(vectors[0::2], vectors[1::2]), np.asarray(gold, np.float64)
+        also = {"Pearson correlation": pearson(similarity, scores)}
+        return Metric("Spearman correlation", spearman(similarity, scores), len(gold), also)
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:
         ours, theirs = outputs[EMBEDDING].astype(np.float64), reference[EMBEDDING].astype(np.float64)

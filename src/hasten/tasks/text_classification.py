@@ -15,6 +15,7 @@ import numpy as np
 from hasten.core.errors import InputError
 from hasten.core.registry import did_you_mean
 from hasten.core.report import Agreement, Metric
+from hasten.core.scores import accuracy, macro_f1, micro_f1
 from hasten.core.statistics import concordance, pearson, relative_error, row_cosines, spearman
 from hasten.core.tensors import BATCH, FloatArray, Outputs
 from hasten.core.tokenizer import Tokenizer
@@ -60,6 +61,7 @@ class TextClassification:
     name = "text-classification"
     auto_class = "AutoModelForSequenceClassification"
     heads = ("ForSequenceClassification",)
+    takes_pairs = True
     is_detected = True
     outputs = (LOGITS,)
     axes = (BATCH,)
@@ -116,14 +118,15 @@ class TextClassification:
     def score(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> Metric:
         logits = outputs[LOGITS]
         if _is_regression(spec):
-            return Metric("Pearson correlation", pearson(logits[:, 0], np.asarray(gold, np.float64)), len(gold))
+            values, scores = logits[:, 0].astype(np.float64), np.asarray(gold, np.float64)
+            also = {"Spearman correlation": spearman(values, scores)}
+            return Metric("Pearson correlation", pearson(values, scores), len(gold), also)
         if spec.problem == MULTI_LABEL:
-            truth = np.asarray(gold, bool)
-            found = logits > 0
-            hits = int((truth & found).sum())
-            total = int(truth.sum() + found.sum())
-            return Metric("micro F1", 2 * hits / total if total else 1.0, len(gold))
-        return Metric("accuracy", float((logits.argmax(axis=1) == np.asarray(gold)).mean()), len(gold))
+            wanted, found = np.asarray(gold, bool), logits > 0
+            return Metric("micro F1", micro_f1(wanted, found), len(gold), {"macro F1": macro_f1(wanted, found)})
+        wanted, found = np.asarray(gold, np.int64), logits.argmax(axis=1)
+        also = {"macro F1": macro_f1(wanted, found), "micro F1": micro_f1(wanted, found)}
+        return Metric("accuracy", accuracy(wanted, found), len(gold), also)
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:
         ours, theirs = outputs[LOGITS].astype(np.float64), reference[LOGITS].astype(np.float64)

@@ -10,10 +10,11 @@ from typing import TypeAlias, TypedDict
 
 import numpy as np
 
-from hasten.core.entities import OUTSIDE, spans
+from hasten.core.entities import OUTSIDE
 from hasten.core.errors import InputError
 from hasten.core.registry import did_you_mean
 from hasten.core.report import Agreement, Metric
+from hasten.core.scores import entity_scores
 from hasten.core.statistics import relative_error, row_cosines, spearman
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, BoolArray, FloatArray, IntArray, Outputs
 from hasten.core.tokenizer import Tokenizer, Tokens
@@ -104,6 +105,7 @@ class TokenClassification:
     name = "token-classification"
     auto_class = "AutoModelForTokenClassification"
     heads = ("ForTokenClassification",)
+    takes_pairs = False
     is_detected = True
     outputs = (LOGITS,)
     axes = (BATCH, SEQUENCE)
@@ -169,17 +171,17 @@ class TokenClassification:
     def score(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> Metric:
         """Micro F1 over entities, right where type and both ends are; each word is judged by its first token."""
         best = np.split(outputs[LOGITS].argmax(axis=1), np.cumsum(encoded.batch.lengths)[:-1])
-        right = found = wanted = 0
+        answers, wanted = [], []
         for tags, encoding, labels in zip(gold, encoded.encodings, best, strict=True):
             assert isinstance(tags, tuple)
             answer = [OUTSIDE] * len(tags)  # what was cut off, or has no token, stays outside
             for word, label in reversed(list(zip(encoding.word_ids, labels, strict=True))):
                 if word is not None:
                     answer[word] = spec.labels[label]
-            ours, theirs = spans(answer), spans(tags)
-            right, found, wanted = right + len(ours & theirs), found + len(ours), wanted + len(theirs)
-        # Nothing to find and nothing found is 0, as seqeval has it.
-        return Metric("entity F1", 2 * right / (found + wanted) if found + wanted else 0.0, len(gold))
+            answers.append(answer)
+            wanted.append(tags)
+        scores = entity_scores(wanted, answers)
+        return Metric("entity F1", scores.f1, len(gold), {"precision": scores.precision, "recall": scores.recall})
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:
         """Token by token, special ones left out: nobody sees their labels."""

@@ -1,0 +1,44 @@
+"""One shape, several runs with fresh processes, contenders in turns: what every CPU study here is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hasten.backends import Artifact
+from hasten.cli import console
+from hasten.core.tensors import Batch, Shape
+from hasten.measure.bench import bench
+
+SHAPES = [Shape(1, 16), Shape(1, 128), Shape(8, 128)]
+RUNS = 5
+
+
+def race(
+    contenders: Sequence[Artifact],
+    shape: Shape,
+    batch: Batch,
+    budget_s: float,
+    commands: Mapping[str, Sequence[str]],
+) -> dict[str, npt.NDArray[np.float64]]:
+    """The median of every round, in ms, by contender.
+
+    Fresh processes, since where the system puts a process's threads and pages is luck that lasts as long as the
+    process (the same one was seen at 2.5 and at 4.5 ms), so that one run proves little.
+    """
+    rounds: dict[str, list[float]] = {artifact.variant.name: [] for artifact in contenders}
+    for _ in range(RUNS):
+        measured = bench(
+            contenders,
+            [shape],
+            batch,
+            budget_s=budget_s / RUNS,
+            threads=None,
+            progress=console.display(quiet=False),
+            commands=commands,
+        )
+        for timing in measured.timings:
+            rounds[timing.variant] += timing.round_medians_ms
+    return {name: np.asarray(times) for name, times in rounds.items()}

@@ -1,0 +1,77 @@
+"""What every pass over an ONNX graph needs: read it, ask its nodes, write it without what nobody reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hasten.core.errors import StageError, missing_package
+
+
+def read_graph(file: Path, *, with_weights: bool = True) -> Any:
+    try:
+        import onnx
+    except ImportError as error:
+        raise missing_package("onnx", "reading a graph", "inspect") from error
+    try:
+        return onnx.load(file, load_external_data=with_weights)
+    except Exception as error:  # protobuf's own classes
+        raise StageError(f"{file} is not an ONNX graph: {error}") from error
+
+
+def write_graph(model: Any, file: Path, *, external_data: bool) -> None:
+    """One file, or the weights in a second one beside it."""
+    import onnx
+
+    _drop_unread(model.graph)
+    onnx.save_model(
+        model,
+        file,
+        save_as_external_data=external_data,
+        location=f"{file.name}.data",
+        all_tensors_to_one_file=True,
+    )
+
+
+def operators(file: Path) -> dict[str, int]:
+    """How often each operator occurs, branches and loops looked into, the most frequent first."""
+    graph = read_graph(file, with_weights=False).graph
+    return dict(Counter(node.op_type for node in _all_nodes(graph)).most_common())
+
+
+def attribute(node: Any, name: str, default: Any) -> Any:
+    from onnx import helper
+
+    return next((helper.get_attribute_value(entry) for entry in node.attribute if entry.name == name), default)
+
+
+def _drop_unread(graph: Any) -> None:
+    read = {entry.name for entry in graph.output}
+    kept = []
+    for node in reversed(graph.node):
+        if read.intersection(node.output):
+            kept.append(node)
+            # What a branch reads may be of the graph around it.
+            read.update(node.input, *(inner.input for inner in _inner_nodes(node)))
+            read.update(entry.name for branch in _branches(node) for entry in branch.output)
+    del graph.node[:]
+    graph.node.extend(reversed(kept))
+    for tensor in [tensor for tensor in graph.initializer if tensor.name not in read]:
+        graph.initializer.remove(tensor)
+
+
+def _branches(node: Any) -> list[Any]:
+    return [graph for entry in node.attribute for graph in (entry.g, *entry.graphs)]
+
+
+def _inner_nodes(node: Any) -> Iterator[Any]:
+    for branch in _branches(node):
+        yield from _all_nodes(branch)
+
+
+def _all_nodes(graph: Any) -> Iterator[Any]:
+    for node in graph.node:
+        yield node
+        yield from _inner_nodes(node)

@@ -1,0 +1,69 @@
+"""From the exported graph to the graphs that backends are made from: each pass exact, in this order, and recorded.
+
+exported ──fold──▶ ──┬──────────prune──▶ plain (every ONNX backend, and the bundle's own fp32 graph)
+                     └──fuse──▶ prune──▶ fused (ONNX Runtime)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hasten.backends import Dialect
+from hasten.builder.fold import fold_types
+from hasten.builder.graph import operators
+from hasten.builder.optimize import fuse
+from hasten.builder.prune import prune
+from hasten.core.report import Pass, Unfused
+
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    plain: Path
+    fused: Path
+    passes: tuple[Pass, ...]
+
+    def by_dialect(self) -> dict[Dialect, Path]:
+        return {Dialect.ONNX: self.plain, Dialect.ORT: self.fused}
+
+
+def apply_passes(
+    exported: Path,
+    work: Path,
+    config: Any,
+    *,
+    external_data: bool,
+    made: Mapping[Dialect, Sequence[str]] | None = None,
+) -> Graphs:
+    """Each pass writes into a folder of its own; `made` names the variants that start from each dialect."""
+    folded, plain, whole, fused = (work / name / exported.name for name in ("folded", "plain", "whole", "fused"))
+    for file in (folded, plain, whole, fused):
+        file.parent.mkdir()
+    onnx, ort = ((made or {}).get(dialect, ()) for dialect in (Dialect.ONNX, Dialect.ORT))
+    is_folded = fold_types(exported, folded, external_data=external_data)
+    notes = ("token types folded into the words",) if is_folded else ("no token types to fold",)
+    passes = [record("fold", exported, folded, variants=[*onnx, *ort], notes=notes)]
+    pruning = prune(folded, plain, external_data=external_data)
+    passes.append(record("prune", folded, plain, variants=onnx, notes=pruning.notes()))
+    # Fused first and pruned then: fusion knows attention only while queries, keys and values have the same rows.
+    fusions = fuse(folded, whole, config, external_data=external_data)
+    passes.append(record("fuse", folded, whole, variants=ort, notes=fusions.notes(), left=fusions.left))
+    pruning = prune(whole, fused, external_data=external_data, plain=folded)
+    passes.append(record("prune", whole, fused, variants=ort, notes=pruning.notes()))
+    return Graphs(plain, fused, tuple(passes))
+
+
+def record(
+    name: str,
+    before: Path | None,
+    after: Path,
+    *,
+    variants: Iterable[str],
+    notes: Sequence[str] = (),
+    left: Sequence[Unfused] = (),
+) -> Pass:
+    """A pass takes a graph file and writes another; the first one has none to take."""
+    counted = operators(before) if before is not None else {}
+    return Pass(name, counted, operators(after), tuple(variants), tuple(notes), tuple(left))

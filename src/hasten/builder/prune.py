@@ -1,0 +1,438 @@
+"""Lossless pruning: where a head reads one token, the last layer is computed for that token alone.
+
+A graph says so by itself: somewhere it takes one row of a tensor (`hidden[:, 0]`). That wish travels upstream, through
+every operator that treats rows apart (products, norms, activations, residuals, the queries of an attention), and stops
+where all rows are needed: keys and values, and with them everything below. What is upstream of the wish then computes
+one row instead of all. Nothing is approximated, and no architecture has to be known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hasten.builder.graph import attribute, read_graph, write_graph
+from hasten.core.tensors import IntArray
+
+# Sizes to infer shapes with: primes that no width of a model is a multiple of, so that axes can be told apart.
+_ROWS, _TOKENS = 1013, 1009
+# Above this a constant is a weight: shape inference needs its size, not its values.
+_SMALL = 64
+_LAST = 2**63 - 1
+
+Shape: TypeAlias = tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """Of this axis, one place is enough."""
+
+    axis: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pruning:
+    """How many operators compute one row instead of all, by name."""
+
+    operators: Mapping[str, int]
+
+    @property
+    def products(self) -> int:
+        return self.operators.get("MatMul", 0) + self.operators.get("Gemm", 0)
+
+    def notes(self) -> tuple[str, ...]:
+        if not self.products:
+            return ("the head reads all tokens: nothing to prune",)
+        return (f"last layer pruned to the token that the head reads: {self.products} products on one row",)
+
+
+def prune(graph: Path, file: Path, *, external_data: bool, plain: Path | None = None) -> Pruning:
+    """Write the pruned graph; the same graph where the head reads all tokens.
+
+    Of a graph with ONNX Runtime's fused operators, shapes are known only through the `plain` one it was made from.
+    """
+    model = read_graph(graph)
+    shapes = infer_shapes(model if plain is None else read_graph(plain, with_weights=False))
+    done = _Pruner(model, shapes).run()
+    write_graph(model, file, external_data=external_data)
+    return Pruning(done)
+
+
+def infer_shapes(model: Any) -> dict[str, Shape]:
+    """Shapes of all tensors for a batch of known size; None for what cannot be told."""
+    import onnx
+    import onnx.shape_inference
+
+    # Weights as inputs of their size: inference does not need their values, and copies everything it gets.
+    skeleton = onnx.ModelProto()
+    skeleton.ir_version = model.ir_version
+    skeleton.opset_import.extend(model.opset_import)
+    skeleton.graph.name = model.graph.name
+    skeleton.graph.node.extend(model.graph.node)
+    for entry in model.graph.input:
+        skeleton.graph.input.append(entry)
+        sizes = (_ROWS, _TOKENS)
+        for dim, size in zip(skeleton.graph.input[-1].type.tensor_type.shape.dim, sizes, strict=False):
+            dim.dim_value = size
+    for tensor in model.graph.initializer:
+        if prod(tensor.dims) <= _SMALL:
+            skeleton.graph.initializer.append(tensor)
+        else:
+            skeleton.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    for entry in model.graph.output:
+        kind = onnx.helper.make_tensor_type_proto(entry.type.tensor_type.elem_type, None)
+        skeleton.graph.output.append(onnx.helper.make_value_info(entry.name, kind))
+    inferred = onnx.shape_inference.infer_shapes(skeleton, data_prop=True).graph
+    shapes: dict[str, Shape] = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
+    for entry in (*inferred.input, *inferred.value_info, *inferred.output):
+        if entry.type.tensor_type.HasField("shape"):
+            dims = entry.type.tensor_type.shape.dim
+            shapes[entry.name] = tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in dims)
+    return shapes
+
+
+class _Pruner:
+    def __init__(self, model: Any, shapes: Mapping[str, Shape]) -> None:
+        self._graph = model.graph
+        self._shapes = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer} | dict(shapes)
+        self._makers = {output: node for node in model.graph.node for output in node.output}
+        self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        # What is wanted of each tensor: one place, or everything (None).
+        self._wishes: dict[str, _Wish | None] = {}
+        # The nodes that will compute one place alone, by number, and what they need of each input for it.
+        self._changes: dict[int, tuple[_Wish | None, ...]] = {}
+        self._picks: list[Any] = []
+        # Nodes to go in front of others, by number.
+        self._added: dict[int, list[Any]] = {}
+        self._cuts: dict[tuple[str, _Wish], str] = {}
+
+    def run(self) -> Counter[str]:
+        nodes = self._graph.node
+        if any(attribute.HasField("g") for node in nodes for attribute in node.attribute):
+            return Counter()  # branches may read any tensor without saying so
+        self._spread_wishes()
+        done = Counter(nodes[number].op_type for number in self._changes)
+        if not done["MatMul"] + done["Gemm"]:
+            return Counter()  # a pick of what is no layer's output
+        small = {output for number in self._changes for output in nodes[number].output}
+        for number in sorted(self._changes):
+            self._change(number, small)
+        for node in self._picks:
+            if node.input[0] in small:
+                rank = len(self._shapes[node.input[1]])
+                node.input[1] = self._constant(np.zeros((1,) * rank, np.int64))
+        self._write()
+        return done
+
+    def _spread_wishes(self) -> None:
+        """From the outputs to the inputs: each consumer of a tensor has spoken before its maker is asked."""
+        for entry in self._graph.output:
+            self._wish(entry.name, None)
+        for number in range(len(self._graph.node) - 1, -1, -1):
+            node = self._graph.node[number]
+            needs: Sequence[_Wish | None] | None = None
+            if (picked := self._picked(node)) is not None:
+                self._picks.append(node)
+                needs = (picked, None)
+            else:
+                wanted = {self._wishes[output] for output in node.output if output in self._wishes}
+                if len(wanted) == 1 and (wish := wanted.pop()) is not None:
+                    needs = self._needs(node, wish)
+                    if needs is not None:
+                        self._changes[number] = tuple(needs)
+            for name, need in zip(node.input, needs or [None] * len(node.input), strict=True):
+                self._wish(name, need)
+
+    def _wish(self, name: str, wish: _Wish | None) -> None:
+        self._wishes[name] = wish if self._wishes.get(name, wish) == wish else None
+
+    def _picked(self, node: Any) -> _Wish | None:
+        """The row of a text that a node takes, if that is what it does: `hidden[:, 0]`."""
+        if node.op_type != "Gather":
+            return None
+        axis, shape, place = attribute(node, "axis", 0), self._shapes.get(node.input[0]), self._values(node.input[1])
+        is_of_tokens = shape is not None and len(shape) >= 3 and shape[axis] == _TOKENS
+        return _Wish(axis % len(shape or ()), int(place[0])) if is_of_tokens and place is not None else None
+
+    def _needs(self, node: Any, wish: _Wish) -> list[_Wish | None] | None:
+        """What a node needs of each input to give one place of its outputs; None if it can only give all."""
+        rule = (_FUSED_RULES if node.domain == _FUSED else _RULES).get(node.op_type)
+        names = (*node.input, node.output[0])
+        shapes = [self._shapes.get(name, ()) for name in names]
+        if rule is None or (not node.domain and any(name and name not in self._shapes for name in names)):
+            return None
+        axes = rule(_Call(node, shapes[:-1], shapes[-1], [self._values(name) for name in node.input]), wish.axis)
+        return None if axes is None else [None if axis is None else _Wish(axis, wish.place) for axis in axes]
+
+    def _change(self, number: int, small: Container[str]) -> None:
+        node = self._graph.node[number]
+        for place, need in enumerate(self._changes[number]):
+            if need is not None and node.input[place] not in small:
+                node.input[place] = self._cut(number, node.input[place], need)
+        if node.op_type == "Attention":
+            self._split_attention(number)
+        elif node.op_type == "Reshape":
+            wish = self._wishes[node.output[0]]
+            assert wish is not None
+            node.input[1] = self._with_one(number, node.input[1], wish.axis, len(self._shapes[node.output[0]]))
+
+    def _split_attention(self, number: int) -> None:
+        """Fused attention computes queries, keys and values in one product, all for the same rows: take it apart."""
+        from onnx import numpy_helper
+
+        node = self._graph.node[number]
+        hidden, packed, bias, mask = (*node.input, "")[:4]
+        wish = self._wishes[node.output[0]]
+        assert wish is not None
+        parts = np.split(numpy_helper.to_array(self._constants[packed]), 3, axis=1)
+        projected = []
+        for name, weight in zip(("query", "key", "value"), parts, strict=True):
+            self._graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(weight), f"{packed}_{name}"))
+            source = self._cut(number, hidden, wish) if name == "query" else hidden
+            self._add(number, "MatMul", [source, f"{packed}_{name}"], f"{node.output[0]}_{name}")
+            projected.append(f"{node.output[0]}_{name}")
+        node.op_type = "MultiHeadAttention"
+        del node.input[:]
+        node.input.extend([*projected, bias, *([mask] if mask else [])])
+        kept = [entry for entry in node.attribute if entry.name in ("mask_filter_value", "num_heads", "scale")]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+
+    def _cut(self, number: int, name: str, need: _Wish) -> str:
+        """One place of a tensor that exists whole."""
+        key = (name, need)
+        if key not in self._cuts:
+            self._cuts[key] = f"{name}_{need.place}_of_{need.axis}"
+            end = _LAST if need.place == -1 else need.place + 1
+            bounds = [self._constant(np.array([value], np.int64)) for value in (need.place, end, need.axis)]
+            self._add(number, "Slice", [name, *bounds], self._cuts[key])
+        return self._cuts[key]
+
+    def _with_one(self, number: int, shape: str, axis: int, rank: int) -> str:
+        """The target of a Reshape, one place long in one axis."""
+        values, maker = self._values(shape), self._makers.get(shape)
+        one = np.array([1], np.int64)
+        if values is not None:
+            return self._constant(np.concatenate([values[:axis], one, values[axis + 1 :]]))
+        result = f"{shape}_one_{axis}"
+        if maker is not None and maker.op_type == "Concat" and len(maker.input) == rank:
+            parts = [self._constant(one) if place == axis else part for place, part in enumerate(maker.input)]
+        else:
+            parts = [f"{result}_before", self._constant(one), f"{result}_after"]
+            for part, start, end in ((parts[0], 0, axis), (parts[2], axis + 1, rank)):
+                bounds = [self._constant(np.array([value], np.int64)) for value in (start, end)]
+                self._add(number, "Slice", [shape, *bounds], part)
+        self._add(number, "Concat", parts, result, axis=0)
+        return result
+
+    def _add(self, number: int, kind: str, inputs: Sequence[str], output: str, **attributes: int) -> None:
+        from onnx import helper
+
+        node = helper.make_node(kind, inputs, [output], name=f"pruned_{output}", **attributes)
+        self._added.setdefault(number, []).append(node)
+
+    def _constant(self, values: IntArray) -> str:
+        from onnx import numpy_helper
+
+        name = f"pruned_{'_'.join(map(str, values.flatten()))}_{values.ndim}"
+        if name not in self._constants:
+            self._constants[name] = numpy_helper.from_array(values, name)
+            self._graph.initializer.append(self._constants[name])
+        return name
+
+    def _values(self, name: str) -> IntArray | None:
+        """What a small constant holds, flat."""
+        from onnx import numpy_helper
+
+        tensor, maker = self._constants.get(name), self._makers.get(name)
+        if maker is not None and maker.op_type == "Constant":
+            tensor = attribute(maker, "value", None)
+        if tensor is None or prod(tensor.dims) > _SMALL:
+            return None
+        values: IntArray = numpy_helper.to_array(tensor).reshape(-1)
+        return values
+
+    def _write(self) -> None:
+        """The new nodes in their places."""
+        nodes = [node for number, old in enumerate(self._graph.node) for node in (*self._added.get(number, ()), old)]
+        del self._graph.node[:]
+        self._graph.node.extend(nodes)
+        del self._graph.value_info[:]  # of sizes that may have changed
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A node, with the shapes of what it takes and gives, and the values of inputs that are small constants."""
+
+    node: Any
+    inputs: Sequence[Shape]
+    output: Shape
+    values: Sequence[IntArray | None]
+
+
+# Which axis of each input carries an axis of the output; None in the list for an input that is needed whole, None
+# instead of the list where the operator mixes places.
+Axes: TypeAlias = list[int | None] | None
+
+
+def _broadcast(call: _Call, axis: int) -> Axes:
+    """Place by place: an input that is one place wide there, or has no such axis, serves every place.
+
+    One of unknown width is cut: of one place that leaves it as it is.
+    """
+    result: list[int | None] = []
+    for shape in call.inputs:
+        own = axis - (len(call.output) - len(shape))
+        result.append(own if own >= 0 and shape[own] != 1 else None)
+    return result
+
+
+def _first_only(call: _Call, axis: int) -> Axes:
+    """The first input place by place; the others (a minimum, a type) are for all."""
+    return [axis, *[None] * (len(call.inputs) - 1)]
+
+
+def _along_other_axis(call: _Call, axis: int) -> Axes:
+    """Softmax and its like: each place by itself, unless the axis is the one it works along."""
+    works_along = attribute(call.node, "axis", -1) % len(call.output)
+    return _first_only(call, axis) if axis != works_along else None
+
+
+def _norm(call: _Call, axis: int) -> Axes:
+    return _first_only(call, axis) if axis < attribute(call.node, "axis", -1) % len(call.output) else None
+
+
+def _reduce(call: _Call, axis: int) -> Axes:
+    axes = attribute(call.node, "axes", None)
+    if axes is None and len(call.values) > 1:
+        axes = call.values[1]
+    is_apart = axes is not None and axis not in {int(value) % len(call.inputs[0]) for value in axes}
+    return _first_only(call, axis) if is_apart and attribute(call.node, "keepdims", 1) else None
+
+
+def _matmul(call: _Call, axis: int) -> Axes:
+    """The rows of the left side are apart, and so are the columns of the right one."""
+    left, right = call.inputs
+    rank = len(call.output)
+    if len(left) < 2 or len(right) < 2:
+        return None
+    if axis == rank - 2:
+        return [len(left) - 2, None]
+    if axis == rank - 1:
+        return [None, len(right) - 1]
+    return _broadcast(call, axis)
+
+
+def _gemm(call: _Call, axis: int) -> Axes:
+    if axis != 0 or attribute(call.node, "transA", 0):
+        return None
+    bias = [] if len(call.inputs) < 3 else [0 if len(call.inputs[2]) == 2 and call.inputs[2][0] != 1 else None]
+    return [0, None, *bias]
+
+
+def _transpose(call: _Call, axis: int) -> Axes:
+    order = attribute(call.node, "perm", None) or list(range(len(call.output)))[::-1]
+    return [order[axis]]
+
+
+def _reshape(call: _Call, axis: int) -> Axes:
+    """An axis that is the same before and after: as long, and with as many places in front of it."""
+    given, before = call.inputs[0], _product(call.output[:axis])
+    for own, size in enumerate(given):
+        if size is not None and size == call.output[axis] and before is not None and _product(given[:own]) == before:
+            return [own, None]
+    return None
+
+
+def _product(sizes: Shape) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return prod(known) if len(known) == len(sizes) else None
+
+
+def _unsqueeze(call: _Call, axis: int) -> Axes:
+    if call.values[1] is None:
+        return None
+    added = {int(value) % len(call.output) for value in call.values[1]}
+    return None if axis in added else [axis - sum(value < axis for value in added), None]
+
+
+def _squeeze(call: _Call, axis: int) -> Axes:
+    if len(call.values) < 2 or call.values[1] is None:
+        return None
+    rank = len(call.inputs[0])
+    gone = {int(value) % rank for value in call.values[1]}
+    return [[own for own in range(rank) if own not in gone][axis], None]
+
+
+def _slice(call: _Call, axis: int) -> Axes:
+    axes = call.values[3] if len(call.values) > 3 else None
+    if axes is None or axis in {int(value) % len(call.output) for value in axes}:
+        return None
+    return _first_only(call, axis)
+
+
+def _gather(call: _Call, axis: int) -> Axes:
+    along, rank = attribute(call.node, "axis", 0) % len(call.inputs[0]), len(call.inputs[1])
+    if axis < along:
+        return [axis, None]
+    return [axis - rank + 1, None] if axis >= along + rank else [None, axis - along]
+
+
+def _gather_elements(call: _Call, axis: int) -> Axes:
+    along = attribute(call.node, "axis", 0) % len(call.output)
+    if axis == along:
+        return [None, axis]
+    sizes = (call.inputs[0][axis], call.inputs[1][axis])
+    return [axis, axis] if sizes[0] is not None and sizes[0] == sizes[1] else None
+
+
+def _concat(call: _Call, axis: int) -> Axes:
+    is_apart = axis != attribute(call.node, "axis", 0) % len(call.output)
+    return [axis] * len(call.inputs) if is_apart else None
+
+
+def _skip_norm(call: _Call, axis: int) -> Axes:
+    return [axis, axis, *[None] * (len(call.inputs) - 2)]
+
+
+def _attention(call: _Call, axis: int) -> Axes:
+    """Rows of the queries are apart; keys and values need the input whole, and so it is asked for whole."""
+    is_plain = len(call.inputs) <= 4 and axis == 1 and attribute(call.node, "qkv_hidden_sizes", None) is None
+    is_plain = is_plain and not attribute(call.node, "unidirectional", 0)
+    return [None] * len(call.inputs) if is_plain else None
+
+
+_PLACE_BY_PLACE = (
+    "Abs Add And Cast Clip Div Equal Erf Exp Gelu Greater GreaterOrEqual Identity IsNaN Less LessOrEqual Log Max Min "
+    "Mul Neg Not Or Pow Reciprocal Relu Sigmoid Softplus Sqrt Sub Tanh Where"
+)
+_RULES: dict[str, Callable[[_Call, int], Axes]] = {
+    **dict.fromkeys(_PLACE_BY_PLACE.split(), _broadcast),
+    **dict.fromkeys(("LogSoftmax", "Softmax", "Split"), _along_other_axis),
+    **dict.fromkeys(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum"), _reduce),
+    "Concat": _concat,
+    "Gather": _gather,
+    "GatherElements": _gather_elements,
+    "Gemm": _gemm,
+    "LayerNormalization": _norm,
+    "MatMul": _matmul,
+    "Reshape": _reshape,
+    "Slice": _slice,
+    "Squeeze": _squeeze,
+    "Transpose": _transpose,
+    "Unsqueeze": _unsqueeze,
+}
+
+_FUSED = "com.microsoft"
+_FUSED_RULES: dict[str, Callable[[_Call, int], Axes]] = {
+    **dict.fromkeys(("BiasGelu", "FastGelu", "Gelu", "QuickGelu"), _first_only),
+    "Attention": _attention,
+    "SkipLayerNormalization": _skip_norm,
+}
