@@ -15,6 +15,13 @@ from hasten.core.tensors import Batch
 # Which attribute of an encoding feeds which input of a model.
 _COLUMNS = {"input_ids": "ids", "token_type_ids": "type_ids"}
 
+# What transformers' clean_up_tokenization_spaces does, one after the other.
+_TIDIED = (
+    *((f" {mark}", mark) for mark in ".?!,"),
+    (" ' ", "'"),
+    *((f" {short}", short) for short in ("n't", "'m", "'s", "'ve", "'re")),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSpec:
@@ -24,6 +31,8 @@ class TokenizerSpec:
     max_length: int
     pad_id: int = 0
     truncates_left: bool = False
+    # Whether transformers takes out spaces before punctuation when it makes text of tokens.
+    tidies_spaces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,14 @@ class Tokenizer:
         """Tokens put together again, as transformers' convert_tokens_to_string does."""
         decoder = self._backend.decoder
         return decoder.decode(list(tokens)) if decoder is not None else " ".join(tokens)
+
+    def decode(self, ids: Sequence[int], *, skips_special: bool = False) -> str:
+        """Token ids as text again, as transformers' decode has it."""
+        text = self._backend.decode(list(ids), skip_special_tokens=skips_special)
+        if self.spec.tidies_spaces:
+            for untidy, tidy in _TIDIED:
+                text = text.replace(untidy, tidy)
+        return text
 
     def token(self, token_id: int) -> str:
         """The token as the vocabulary spells it."""
