@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import string
 import warnings
 from collections.abc import Callable
@@ -383,6 +384,15 @@ def test_a_head_that_mixes_tokens_is_refused(tiny_model: Any, monkeypatch: pytes
     monkeypatch.setattr(head, "forward", lambda self, states: forward(self, states.cumsum(dim=1)))
     with pytest.raises(UnsupportedError, match="does not take each token by itself"):
         load_tiny(tiny_model("bert", "ForMaskedLM"))
+
+
+def test_an_embedder_that_names_the_class_it_was_pretrained_as_is_one(
+    tiny_embedder: Any, load_tiny: Any, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_embedder(), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["BertForMaskedLM"]}))
+    assert load_tiny(model).task.name == "sentence-similarity"
 
 
 def test_a_bundle_is_judged_on_labelled_masks(tiny_model: Any, quick_build: Any, tmp_path: Path) -> None:

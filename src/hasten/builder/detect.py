@@ -35,11 +35,12 @@ def _find(model: ModelDirectory) -> str | None:
     """What the model's files say, sentence-transformers' first: they tell more than the name of a class."""
     if "sentence_transformers" in model.config and model.architecture.endswith("ForSequenceClassification"):
         return RANKING
+    # Many still name the class they were pretrained as: all-mpnet-base-v2 says MPNetForMaskedLM.
+    if (model.path / "modules.json").is_file():
+        return EMBEDDING
     for task in TASKS.all():
         if task.is_detected and model.architecture.endswith(task.heads):
             return task.name
-    if (model.path / "modules.json").is_file():
-        return EMBEDDING
     # BertModel, but not GPT2LMHeadModel.
     is_bare = model.architecture.endswith("Model") and not model.architecture.endswith(("HeadModel", "HeadsModel"))
     return _BARE if is_bare else None
