@@ -55,6 +55,7 @@ class MultipleChoice:
     name = "multiple-choice"
     auto_class = "AutoModelForMultipleChoice"
     heads = ("ForMultipleChoice",)
+    takes_pairs = True
     is_detected = True
     outputs = (LOGITS,)
     axes = (BATCH,)
@@ -147,18 +148,16 @@ def _by_item(outputs: Outputs, encoded: Encoded) -> list[FloatArray]:
 def _parse(entry: object, place: int) -> Question:
     if not isinstance(entry, Mapping):
         raise InputError(f"item {place} is {type(entry).__name__}, not a prompt with choices", hint=_HINT)
-    key = "prompt" if "prompt" in entry else "text"
-    missing = next((name for name in (key, "choices") if name not in entry), None)
-    if missing is not None:
-        name = "prompt" if missing == key else missing
-        raise InputError(f'item {place} has no "{name}": {{{", ".join(map(str, entry))}}}', hint=_HINT)
-    choices = entry["choices"]
+    prompt, choices = entry.get("prompt", entry.get("text")), entry.get("choices")
+    if prompt is None or choices is None:
+        missing = "prompt" if prompt is None else "choices"
+        raise InputError(f'item {place} has no "{missing}": {{{", ".join(map(str, entry))}}}', hint=_HINT)
     if not isinstance(choices, list | tuple):
         raise InputError(f'"choices" of item {place} is {type(choices).__name__}, not a list of strings')
     if not choices:
         raise InputError(f"item {place} has no choices: the list is empty")
     return Question(
-        checked_text(entry[key], f"{key} {place}"),
+        checked_text(prompt, f"prompt {place}"),
         tuple(checked_text(choice, f"choice {number} of item {place}") for number, choice in enumerate(choices, 1)),
     )
 
