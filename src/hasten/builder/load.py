@@ -130,6 +130,8 @@ def describe(
             max_length=limit,
             pad_id=pad_id,
             truncates_left=tokenizer.truncation_side == "left",
+            pads_left=tokenizer.padding_side == "left",
+            cls_id=tokenizer.cls_token_id,
         ),
         original_tokenizer=tokenizer,
         signature=signature,
