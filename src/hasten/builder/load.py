@@ -135,6 +135,8 @@ def describe(
             pad_id=pad_id,
             truncates_left=tokenizer.truncation_side == "left",
             tidies_spaces=_tidies_spaces(tokenizer),
+            pads_left=tokenizer.padding_side == "left",
+            cls_id=tokenizer.cls_token_id,
         ),
         original_tokenizer=tokenizer,
         signature=signature,
