@@ -64,8 +64,9 @@ def extension_points() -> str:
         packages, stored = ", ".join(backend.requires), "yes" if backend.is_stored else "no, for comparison"
         lines.append(f"| `{backend.name}` | {packages} | {stored} |")
     lines += ["", "| task | model classes | gate for reduced precision |", "|---|---|---|"]
+    bare = {"sentence-similarity": "sentence-transformers layout, or `--pooling`", "feature-extraction": "`…Model`"}
     for task in TASKS.all():
-        heads = ", ".join(f"`…{head}`" for head in task.heads) or "sentence-transformers layout, or `--pooling`"
+        heads = ", ".join(f"`…{head}`" for head in task.heads) or bare.get(task.name, "any")
         lines.append(f"| `{task.name}` | {heads} | ≥ {task.min_agreement:g} |")
     return "\n".join(lines) + "\n"
 

@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +78,73 @@ def test_run_answers_a_file_line_by_line(bundle: Path, tmp_path: Path, capsys: p
     assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 3
 
 
+def test_run_prints_tokens_for_masks(
+    tiny_model: Any, quick_build: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "the [MASK] sat"}\n', encoding="utf-8")
+    made = quick_build(tiny_model("bert", "ForMaskedLM"), variants=["onnxruntime-fp32"], data=file)
+    assert main(["run", str(made.path), "the [MASK] sat", "[MASK] [MASK]", "-O", "top_k=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\S+ 0\.\d{4}  \S+ 0\.\d{4} the \[MASK\] sat", lines[0])
+    assert re.fullmatch(r"(\S+ 0\.\d{4}  ){3}\S+ 0\.\d{4} \[MASK\] \[MASK\]", lines[1].replace("|  ", ""))
+    assert lines[1].count("  |  ") == 1
+    assert main(["run", str(made.path), "no mask"]) == 2
+    assert capsys.readouterr().err.splitlines()[1] == "  hint: write [MASK] where a token is missing"
+
+
+def test_run_prints_the_vectors_of_tokens(
+    tiny_model: Any, quick_build: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = quick_build(tiny_model("bert", "Model"), variants=["onnxruntime-fp32"])
+    assert main(["run", str(made.path), "the cat", "rain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.match(r"(\d) tokens × 32 numbers: (-?\d\.\d{4} ){6}…", line)[1] for line in lines] == ["4", "3"]
+    assert main(["run", str(made.path), "the cat", "--json"]) == 0
+    answers = json.loads(capsys.readouterr().out)
+    assert [len(answers), len(answers[0]), len(answers[0][0]), len(answers[0][0][0])] == [1, 1, 4, 32]
+
+
+def test_run_takes_the_fields_of_an_item(
+    tiny_model: Any, quick_build: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "the cat", "choices": ["sat", "ran"]}\n', encoding="utf-8")
+    made = quick_build(tiny_model("bert", "ForMultipleChoice"), variants=["onnxruntime-fp32"], data=file)
+    words = ["run", str(made.path), "--field", "prompt=1=[x]", "--field", 'choices=["the mat", "a dog"]']
+    assert main(words) == 0
+    assert re.fullmatch(r"(the mat|a dog) 0\.\d{4} 1=\[x\] · .*\n", capsys.readouterr().out)
+    assert main([*words, "--json", "-O", "top_k=null"]) == 0
+    answers = json.loads(capsys.readouterr().out)
+    assert sorted(chosen["answer"] for chosen in answers[0]) == ["a dog", "the mat"]
+    assert main(["run", str(made.path), "--field", "prompt=a", "--field", "choices=[b"]) == 2
+    assert '"choices" of item 1 is str' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "printed"),
+    [
+        ({"score": 0.5, "start": 3, "end": 7, "answer": "[a] dog"}, "[a] dog 0.5000"),
+        ({"score": 0.5, "start": 0, "end": 0, "answer": ""}, "– 0.5000"),
+        ({"sequence": "x", "labels": ["sea", "sky"], "scores": [0.75, 0.25]}, "sea 0.7500  sky 0.2500"),
+        ([{"corpus_id": 2, "score": 0.9}, {"corpus_id": 0, "score": -1.5}], "#2 0.9000  #0 -1.5000"),
+        ([{"entity_group": "PER", "score": 1.0, "word": "Ann", "start": 0, "end": 3}], "Ann PER 1.0000"),
+        ([], "–"),
+        (0.25, "0.2500"),
+        ({"something": ["new", 1, None]}, '{"something": ["new", 1, null]}'),
+    ],
+)
+def test_run_prints_every_kind_of_answer_on_one_line(
+    answer: Any, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What other tasks answer, given here as it is: each has models and tests of its own."""
+    monkeypatch.setattr(
+        "hasten.predictor.load", lambda *_, **__: nullcontext(lambda payload: [answer for _ in payload])
+    )
+    assert main(["run", "bundle", "a\ntext", "another"]) == 0
+    assert capsys.readouterr().out == f"{printed} a text\n{printed} another\n"
+
+
 def test_verify_and_bench(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(bundle), "--quiet"]) == 0
     assert "onnxruntime-fp32" in capsys.readouterr().out
@@ -131,6 +200,10 @@ def test_dry_run_writes_nothing(
         (["run", "{bundle}", ""], 2, "text 1 is empty"),
         (["run", "{bundle}", "fine", "   "], 2, "text 2 is empty"),
         (["run", "{bundle}"], 2, "give texts"),
+        (["run", "{bundle}", "a text", "--field", "text=b"], 2, "give texts"),
+        (["run", "{bundle}", "--field", "text"], 2, "'text' is not NAME=VALUE"),
+        (["run", "{bundle}", "--field", "text=a", "--field", "text=b"], 2, "'text' is given twice"),
+        (["run", "{bundle}", "--field", "txt=a"], 2, 'item 1 has no "text"'),
         (["run", "{bundle}", "x", "--variant", "onnxruntime-fp23"], 2, "did you mean 'onnxruntime-fp32'"),
         (["run", "{bundle}", "x", "-O", "topk=2"], 2, "did you mean 'top_k'"),
         (["run", "{bundle}", "x", "-O", "top_k=many"], 2, "bad option"),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hasten.core.tensors import (
     ATTENTION_MASK,
     BATCH,
+    MASKS,
     SEQUENCE,
     Batch,
     DType,
@@ -17,6 +18,7 @@ from hasten.core.tensors import (
     gather,
     pad,
     real_positions,
+    tiled,
     unpad,
 )
 
@@ -28,6 +30,9 @@ TYPES = TensorSpec("token_type_ids", DType.INT32, (BATCH, SEQUENCE), pad=1)
 MASK = TensorSpec(ATTENTION_MASK, DType.FLOAT16, (BATCH, SEQUENCE))
 PER_ROW = TensorSpec("logits", DType.FLOAT32, (BATCH, 2))
 PER_TOKEN = TensorSpec("hidden", DType.FLOAT32, (BATCH, SEQUENCE, 2))
+
+PER_MASK = TensorSpec("scores", DType.FLOAT32, (MASKS, 2))
+MASK_ID = 4
 
 rows_of_ids = st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9), min_size=1, max_size=9)
 
@@ -153,3 +158,55 @@ def test_gather_restores_the_order_of_any_grouping(rows: list[list[int]], data: 
     for name, value in whole.items():
         assert gathered[name].dtype == value.dtype
         assert np.array_equal(gathered[name], value)
+
+
+rows_with_masks = st.lists(st.lists(st.sampled_from([MASK_ID, 5, 6]), min_size=1, max_size=6), min_size=1, max_size=9)
+
+
+def at_masks(batch: Batch) -> dict[str, np.ndarray]:
+    """What a model with an output per mask gives: here the mask's place in its row, and its row's length."""
+    found = [(place, len(row)) for row in rows_of(batch) for place, value in enumerate(row) if value == MASK_ID]
+    return {"scores": np.array(found, np.float32).reshape(-1, 2)}
+
+
+def test_counts_are_of_rows_tokens_and_masks() -> None:
+    about = Signature((IDS,), (PER_ROW, PER_TOKEN, PER_MASK), max_length=16, mask_id=MASK_ID)
+    batch = batch_of([[MASK_ID, 5, MASK_ID], [5], [6, MASK_ID]])
+    assert [about.counts(spec, batch).tolist() for spec in about.outputs] == [[1, 1, 1], [3, 1, 2], [2, 0, 1]]
+    assert about.counts(PER_MASK, batch_of([[5], [6]])).tolist() == [0, 0]
+
+
+@given(rows_with_masks, st.data())
+def test_gather_restores_the_order_of_masks(rows: list[list[int]], data: st.DataObject) -> None:
+    order = np.asarray(data.draw(st.permutations(range(len(rows)))))
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(rows) - 1)))) if len(rows) > 1 else [])
+    about = Signature((IDS,), (PER_MASK,), max_length=16, mask_id=MASK_ID)
+    batch = batch_of(rows)
+    parts = [(group, at_masks(batch.take(group))) for group in np.split(order, cuts)]
+    assert np.array_equal(gather(iter(parts), batch, about)["scores"], at_masks(batch)["scores"])
+
+
+def test_unpad_leaves_masks_alone() -> None:
+    batch = batch_of([[MASK_ID, 5, MASK_ID], [MASK_ID]])
+    outputs = at_masks(batch)
+    about = Signature((IDS,), (PER_MASK,), max_length=16, mask_id=MASK_ID)
+    assert np.array_equal(unpad(outputs, batch, about)["scores"], outputs["scores"])
+
+
+def test_tiles_have_the_lengths_and_the_tokens_asked_for() -> None:
+    batch = tiled(batch_of(RAGGED), np.array([4, 1, 3]))
+    assert rows_of(batch) == [[5, 6, 7, 8], [9], [10, 5, 6]]
+    assert rows_of(batch, "token_type_ids") == [[1, 0, 1, 0], [1], [0, 1, 0]]
+    assert batch.lengths.dtype == np.int32
+
+
+def test_tiles_have_a_mask_where_a_text_can_hold_one() -> None:
+    batch = tiled(batch_of(RAGGED), np.array([1, 2, 3, 4, 5]), mask_id=99)
+    assert [[place for place, value in enumerate(row) if value == 99] for row in rows_of(batch)] == [
+        [],
+        [],
+        [1],
+        [2],
+        [2],
+    ]
+    assert 99 not in batch.values["token_type_ids"]

@@ -101,3 +101,10 @@ def test_a_broken_file_is_a_bundle_error(tmp_path: Path, content: bytes) -> None
 def test_a_missing_file_is_a_bundle_error(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="is not a tokenizer"):
         Tokenizer.open(tmp_path / "tokenizer.json", TokenizerSpec(BOTH, 16))
+
+
+def test_ids_become_text_again(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(["a b zebra"]).encodings[0].ids
+    assert tokenizer.decode(ids) == "[CLS] a b [UNK] [SEP]"
+    assert tokenizer.decode([]) == ""
+    assert tokenizer.decode([99]) == ""

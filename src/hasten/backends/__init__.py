@@ -17,7 +17,7 @@ from hasten.core.errors import PlanError, missing_package
 from hasten.core.execution import Execution, Trial
 from hasten.core.hardware import Machine, usable_cores
 from hasten.core.registry import Registry
-from hasten.core.tensors import Batch, Outputs, SessionSpec, Shape, Signature
+from hasten.core.tensors import Batch, Outputs, SessionSpec, Shape, Signature, tiled
 from hasten.core.variant import Support, Variant
 
 # The graph every encoder has. Generation adds others under names of its own.
@@ -184,6 +184,5 @@ def uniform_batch(shape: Shape, signature: Signature) -> Batch:
     import numpy as np
 
     length = min(shape.sequence, signature.max_length)
-    total = shape.batch * length
-    values = {spec.name: np.ones(total, np.int32) * (spec.name == "input_ids") for spec in signature.inputs}
-    return Batch(values, np.full(shape.batch, length, np.int32))
+    values = {spec.name: np.array([spec.name == "input_ids"], np.int32) for spec in signature.inputs}
+    return tiled(Batch(values, np.ones(1, np.int32)), np.full(shape.batch, length), signature.mask_id)

@@ -123,7 +123,8 @@ class _Session(PaddedSession):
         except RuntimeError as error:
             raise StageError(f"OpenVINO cannot load {artifact.variant}: {error}") from error
         self._request: Any = compiled.create_infer_request()
-        self._feeds = {entry.get_any_name() for entry in compiled.inputs}
+        # All names: an input whose cast was optimized away answers to the cast's name too, and that may come first.
+        self._feeds = {name for entry in compiled.inputs for name in entry.get_names()}
         self._places = {spec.name: compiled.output(spec.name).index for spec in artifact.signature.outputs}
         self.spec = SessionSpec(artifact.signature, Layout.PADDED, CPU, _executed_precision(compiled))
 

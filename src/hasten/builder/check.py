@@ -10,7 +10,7 @@ import numpy as np
 
 from hasten.backends import Session
 from hasten.core.errors import StageError
-from hasten.core.tensors import Batch, FloatArray, Signature
+from hasten.core.tensors import Batch, FloatArray, Signature, tiled
 from hasten.core.tokenizer import Tokenizer
 from hasten.measure.data import sample_texts
 from hasten.measure.verify import FP32_TOLERANCE
@@ -46,15 +46,12 @@ def awkward_batches(rows: Batch, signature: Signature) -> Iterator[tuple[str, Ba
     longest = signature.max_length
     for count, length in ((1, 1), (7, 1), (1, 13), (7, 5), (1, longest), (2, longest - 1)):
         width = max(1, min(length, longest))
-        values = {name: np.resize(column, count * width) for name, column in rows.values.items()}
-        yield f"{count}×{width}", Batch(values, np.full(count, width, np.int32))
+        yield f"{count}×{width}", tiled(rows, np.full(count, width), signature.mask_id)
     yield "mixed lengths", _ragged(rows, signature)
 
 
 def _ragged(rows: Batch, signature: Signature) -> Batch:
-    lengths = np.minimum([1, 9, 3, 30, 17, 2, 64], signature.max_length).astype(np.int32)
-    values = {name: np.resize(column, int(lengths.sum())) for name, column in rows.values.items()}
-    return Batch(values, lengths)
+    return tiled(rows, np.minimum([1, 9, 3, 30, 17, 2, 64], signature.max_length), signature.mask_id)
 
 
 def _compare(ours: FloatArray, theirs: FloatArray, where: str) -> None:
@@ -62,8 +59,8 @@ def _compare(ours: FloatArray, theirs: FloatArray, where: str) -> None:
         raise StageError(f"the graph is wrong at {where}: shape {ours.shape} instead of {theirs.shape}")
     if not np.isfinite(ours).all():
         raise StageError(f"the graph is wrong at {where}: it gives numbers that are not finite")
-    error = float(np.abs(ours - theirs).max())
-    if error > FP32_TOLERANCE * max(1.0, float(np.abs(theirs).max())):
+    error = float(np.abs(ours - theirs).max(initial=0.0))
+    if error > FP32_TOLERANCE * float(np.abs(theirs).max(initial=1.0)):
         raise StageError(
             f"the graph is wrong at {where}: it differs by {error:.2g}",
             hint="this architecture does not export soundly; please report it",

@@ -37,11 +37,14 @@ def _find(model: ModelDirectory) -> str | None:
     is_ranker = "sentence_transformers" in model.config or about.get("model_type") == "CrossEncoder"
     if is_ranker and model.architecture.endswith("ForSequenceClassification"):
         return RANKING
-    for task in TASKS.all():
-        if task.is_detected and model.architecture.endswith(task.heads):
-            return task.name
-    if model.find("modules.json") is not None:
+    detected = [task for task in TASKS.all() if task.is_detected]
+    by_class = next((task.name for task in detected if model.architecture.endswith(task.heads)), None)
+    has_own_head = model.base is not None and model.architecture != model.base.architecture and by_class is not None
+    # Many still name the class they were pretrained as: all-mpnet-base-v2 says MPNetForMaskedLM.
+    if model.find("modules.json") is not None and not has_own_head:
         return EMBEDDING
+    if by_class is not None:
+        return by_class
     # BertModel, but not GPT2LMHeadModel.
     is_bare = model.architecture.endswith("Model") and not model.architecture.endswith(("HeadModel", "HeadsModel"))
     return _BARE if is_bare else None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten.core.errors import UnsupportedError
 from hasten.tasks import Pooling
 
 # Below any activation, above the smallest float: padding never wins a maximum.
@@ -71,24 +72,29 @@ class AtMasks(Exportable):
     """Logits of the mask tokens alone: over a whole vocabulary, those of all tokens cost more than the model."""
 
     def __init__(self, model: Any, inputs: Sequence[str], outputs: Sequence[str], mask_id: int) -> None:
-        setattr(model, model.base_model_prefix, _MaskRows(model.base_model, mask_id))
         super().__init__(model, inputs, outputs)
+        feeds = example(inputs, 0, mask_id)
+        with torch.inference_mode():
+            expected = [output[feeds["input_ids"] == mask_id] for output in super().answer(feeds)]
+            # A hook and no module around it: some heads reach into the bare model, for its embeddings.
+            model.base_model.register_forward_hook(_MaskRows(mask_id), with_kwargs=True)
+            found = self.answer(feeds)
+        if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(found, expected, strict=True)):
+            raise UnsupportedError(f"the head of {type(model).__name__} does not take each token by itself")
 
     def answer(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return tuple(output.squeeze(0) for output in super().answer(feeds))
 
 
-class _MaskRows(nn.Module):
-    """The bare model, its vectors of mask tokens end to end as if they were one text: the head takes each by itself."""
+class _MaskRows:
+    """Leaves of the bare model's vectors those of mask tokens, end to end as if they were one text."""
 
-    def __init__(self, base: nn.Module, mask_id: int) -> None:
-        super().__init__()
-        self.base = base
+    def __init__(self, mask_id: int) -> None:
         self.mask_id = mask_id
 
-    def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        outputs = self.base(input_ids, *args, **kwargs)
-        # A product of places and widths instead of a boolean index, which exporters turn into more operators.
+    def __call__(self, base: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], outputs: Any) -> Any:
+        input_ids = args[0] if args else kwargs["input_ids"]
+        # Places instead of a boolean index, which exporters turn into more operators.
         places = (input_ids.flatten() == self.mask_id).nonzero().squeeze(1)
         outputs.last_hidden_state = outputs.last_hidden_state.flatten(0, 1).index_select(0, places).unsqueeze(0)
         return outputs

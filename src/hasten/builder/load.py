@@ -211,6 +211,9 @@ def read_facts(
             max_length=limit,
             pad_id=pad_id,
             truncates_left=tokenizer.truncation_side == "left",
+            tidies_spaces=_tidies_spaces(tokenizer),
+            pads_left=tokenizer.padding_side == "left",
+            cls_id=tokenizer.cls_token_id,
         ),
         pads_left=pads_left,
         mask_id=mask_id,
@@ -253,6 +256,13 @@ def _mask_id(tokenizer: Any, model: ModelDirectory) -> int:
     if tokenizer.mask_token_id is None:
         raise UnsupportedError(f"the tokenizer of {model.id} has no mask token, and fill-mask is about nothing else")
     return int(tokenizer.mask_token_id)
+
+
+def _tidies_spaces(tokenizer: Any) -> bool:
+    """Whether decoding takes out spaces before punctuation: transformers does not for BPE, unless it is made to."""
+    is_forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+    is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
+    return bool(tokenizer.clean_up_tokenization_spaces) and (is_forced or not is_bpe)
 
 
 def save_tokenizer(loaded: Loaded, file: Path) -> None:

@@ -136,6 +136,18 @@ class Batch:
         return Batch({name: value[index] for name, value in self.values.items()}, self.lengths[rows])
 
 
+def tiled(rows: Batch, lengths: IntArray, mask_id: int | None = None) -> Batch:
+    """Rows of these lengths from the same tokens, end to end; where outputs are of masks, each has one in its middle.
+
+    But not a row of two tokens: those are the ones around a text.
+    """
+    values = {name: np.resize(column, int(lengths.sum())) for name, column in rows.values.items()}
+    if mask_id is not None:
+        middles = np.cumsum(lengths) - (lengths + 1) // 2
+        values["input_ids"][middles[lengths > 2]] = mask_id
+    return Batch(values, lengths.astype(np.int32))
+
+
 def pad(batch: Batch, signature: Signature) -> dict[str, IntArray]:
     """Rectangles as long as the longest row, one per input of the signature."""
     rows, width = len(batch), int(batch.lengths.max(initial=0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Encoding
@@ -15,6 +16,13 @@ from hasten.core.tensors import Batch
 # Which attribute of an encoding feeds which input of a model.
 _COLUMNS = {"input_ids": "ids", "token_type_ids": "type_ids"}
 
+# What transformers' clean_up_tokenization_spaces does, one after the other.
+_TIDIED = (
+    *((f" {mark}", mark) for mark in ".?!,"),
+    (" ' ", "'"),
+    *((f" {short}", short) for short in ("n't", "'m", "'s", "'ve", "'re")),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSpec:
@@ -24,6 +32,11 @@ class TokenizerSpec:
     max_length: int
     pad_id: int = 0
     truncates_left: bool = False
+    # Whether transformers takes out spaces before punctuation when it makes text of tokens.
+    tidies_spaces: bool = False
+    pads_left: bool = False
+    # The token that opens a row and stands for all of it, where the tokenizer calls one so.
+    cls_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +74,7 @@ class Tokenizer:
 
     def encode_whole(self, texts: Sequence[str]) -> list[Encoding]:
         """Texts as they are: nothing cut, no special tokens. For tasks that cut and join in ways of their own."""
-        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
-        return [self._uncut(encoding) for encoding in encodings]
+        return self._unfinished.encode_batch(list(texts), add_special_tokens=False)
 
     def join(self, first: Encoding, second: Encoding | None = None) -> Encoding:
         """One row of parts that fit together, with the special tokens around them."""
@@ -81,6 +93,14 @@ class Tokenizer:
         """Tokens put together again, as transformers' convert_tokens_to_string does."""
         decoder = self._backend.decoder
         return decoder.decode(list(tokens)) if decoder is not None else " ".join(tokens)
+
+    def decode(self, ids: Sequence[int], *, skips_special: bool = False) -> str:
+        """Token ids as text again, as transformers' decode has it."""
+        text = self._backend.decode(list(ids), skip_special_tokens=skips_special)
+        if self.spec.tidies_spaces:
+            for untidy, tidy in _TIDIED:
+                text = text.replace(untidy, tidy)
+        return text
 
     def token(self, token_id: int) -> str:
         """The token as the vocabulary spells it."""
@@ -103,10 +123,14 @@ class Tokenizer:
     def _tokens(self, encodings: Sequence[Encoding]) -> Tokens:
         return self.tokens(encodings, [row for row, encoding in enumerate(encodings) if encoding.overflowing])
 
-    def _uncut(self, encoding: Encoding) -> Encoding:
-        """The parts put together again: the backend always cuts, and hands over what it cut off."""
-        if not encoding.overflowing:
-            return encoding
-        rest = encoding.overflowing
-        parts = [*reversed(rest), encoding] if self.spec.truncates_left else [encoding, *rest]
-        return Encoding.merge(parts, growing_offsets=False)
+    @cached_property
+    def _unfinished(self) -> FastTokenizer:
+        """The same without its last step, which `join` does: done twice, it moves byte-level offsets twice."""
+        backend, bare = self._backend, FastTokenizer(self._backend.model)  # the model is shared, not copied
+        if backend.normalizer is not None:
+            bare.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            bare.pre_tokenizer = backend.pre_tokenizer
+        added = backend.get_added_tokens_decoder()
+        bare.add_tokens([added[token_id] for token_id in sorted(added)])
+        return bare

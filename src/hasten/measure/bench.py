@@ -21,7 +21,7 @@ from hasten.core.hardware import busy_cpu_seconds
 from hasten.core.progress import Progress, step
 from hasten.core.report import Bench, Footprint, Timing
 from hasten.core.statistics import median_ratio
-from hasten.core.tensors import Batch, Shape
+from hasten.core.tensors import Batch, Shape, tiled
 from hasten.measure.lane import Opened, Opening, Rows, Times, Turn
 
 # A percentile is printed only where the samples carry it.
@@ -73,7 +73,8 @@ def bench(
         with step(progress, "benchmark", total=budget_s):
             for place, shape in enumerate(shapes):
                 share = 1.0 if len(shapes) == 1 else 0.5 if place == 0 else 0.5 / (len(shapes) - 1)
-                timings += _time_shape(racing, shape, tiled(rows, shape), budget_s * share, progress)
+                batch = tiled(rows, np.full(shape.batch, shape.sequence), contenders[0].signature.mask_id)
+                timings += _time_shape(racing, shape, batch, budget_s * share, progress)
                 if place == 0:
                     # Taken here, where all have run the same shapes: memory grows with the largest batch seen.
                     footprints = tuple(lane.footprint() for lane in lanes)
@@ -104,12 +105,6 @@ def _finalists(lanes: list[Lane], timings: list[Timing], count: int) -> list[Lan
     speeds = {timing.variant: timing.p50_ms for timing in timings}
     others = sorted(lanes[1:], key=lambda lane: speeds[lane.artifact.variant.name])
     return [lanes[0], *others[:count]]
-
-
-def tiled(rows: Batch, shape: Shape) -> Batch:
-    """A batch of exactly this shape whose tokens are real text, row after row."""
-    values = {name: np.resize(column, shape.tokens) for name, column in rows.values.items()}
-    return Batch(values, np.full(shape.batch, shape.sequence, np.int32))
 
 
 def _time_shape(lanes: list[Lane], shape: Shape, batch: Batch, budget_s: float, progress: Progress) -> list[Timing]:
