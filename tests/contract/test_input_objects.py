@@ -162,18 +162,13 @@ def test_a_cross_encoders_own_files_say_that_it_ranks(tiny_classifier: Any, tmp_
     assert _find(find_model(Plan(str(tmp_path / "model")))) == RANKING
 
 
-def test_without_a_place_the_name_is_the_cache(
+def test_without_a_place_its_name_is_one_in_the_cache(
     loaded: tuple[Any, Any], hasten_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hasten.builder import build as builder
-    from hasten.builder.build import outline
-
-    places = []
-    monkeypatch.setattr(
-        builder, "build", lambda plan, output, **how: places.append(outline(plan, output, directory=how["directory"]))
-    )
-    hasten.build(loaded[0], tokenizer=loaded[1])
-    assert places[0].target == hasten_cache / "bundles" / "BertForSequenceClassification-bert-labels-3"
+    model, tokenizer = loaded
+    monkeypatch.setattr("hasten.builder.build._Build.run", lambda build: build.about.target)
+    place = hasten.build(model, tokenizer=tokenizer)
+    assert place == hasten_cache / "bundles" / "BertForSequenceClassification-bert-labels-3"
 
 
 def test_objects_that_cannot_be_built(

@@ -191,9 +191,9 @@ def _complete(
         is_only = layout is None and len(found) == len(task.outputs) == 1
         source = next((output for output in wanted if output in found), found[0] if is_only else None)
         if source is None:
+            hint = f"--task {EMBEDDING} takes its {_SENTENCE}" if _SENTENCE in found else f"it gives {', '.join(found)}"
             raise UnsupportedError(
-                f"{model.id}: {model.graph} gives no '{wanted[0]}', which {task.name} needs",
-                hint=f"it gives: {', '.join(found)}",
+                f"{model.id}: {model.graph} gives no '{wanted[0]}', which {task.name} needs", hint=hint
             )
         if layout is not None and layout.pooling:
             outputs[name] = attach.pooled(new, source, ATTENTION_MASK, layout)
