@@ -5,28 +5,36 @@ back on. It competes where it was given; of a model that came as weights, `onnxr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from hasten.backends import Dialect, probe_packages
-from hasten.backends.onnxruntime import OnnxRuntime
-from hasten.core.execution import Trial
+from hasten.backends import Artifact, Dialect, RunOptions, Session, Source
+from hasten.backends.onnxruntime import BACKEND as RUNTIME
+from hasten.core.execution import Execution
 from hasten.core.hardware import Machine
-from hasten.core.variant import CPU, Support, Variant
+from hasten.core.variant import Support, Variant
 
 
-class Graph(OnnxRuntime):
+class Graph:
     name = "graph"
+    requires = RUNTIME.requires
+    extra = RUNTIME.extra
     dialect = Dialect.ONNX
+    is_stored = True
 
     def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
-        if variant is not None and variant.device != CPU:
-            return Support.no(f"it runs on the CPU, not on '{variant.device}'")
-        return probe_packages(self)
+        return RUNTIME.probe(machine, variant)
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
         return []
 
-    def trials(self, machine: Machine) -> Sequence[Trial]:
-        return []  # those of `onnxruntime` are of the same library
+    def make(self, source: Source, variant: Variant, directory: Path) -> Artifact:
+        return RUNTIME.make(source, variant, directory)
+
+    def open(self, artifact: Artifact, options: RunOptions) -> Session:
+        return RUNTIME.open(artifact, options)
+
+    def executions(self, artifact: Artifact) -> Sequence[Execution]:
+        return RUNTIME.executions(artifact)
 
 
 BACKEND = Graph()
