@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from hasten.core.errors import StageError, UnsupportedError, missing_package
 from hasten.core.plan import Plan
 from hasten.core.tensors import ATTENTION_MASK, BATCH, MASKS, SEQUENCE, DType, Signature, TensorSpec
 from hasten.core.tokenizer import TokenizerSpec
+from hasten.measure.verify import FP32_TOLERANCE
 from hasten.tasks import AnyTask, TaskSpec
 
 if TYPE_CHECKING:
@@ -27,16 +28,6 @@ if TYPE_CHECKING:
 _NO_LIMIT = 1_000_000
 
 _TYPES = "token_type_ids"
-
-# Architectures whose position table is longer than the texts they take: the first positions are reserved for padding.
-_RESERVED_POSITIONS = {
-    "roberta": 2,
-    "xlm-roberta": 2,
-    "camembert": 2,
-    "mpnet": 2,
-    "longformer": 2,
-    "xlm-roberta-xl": 2,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +86,8 @@ def describe(
     model: ModelDirectory,
 ) -> LoadedModel:
     """Everything the rest of the build needs to know, gathered once."""
+    from hasten.builder.head import example
+
     if not getattr(tokenizer, "is_fast", False):
         raise UnsupportedError(
             f"the tokenizer of {model.id} ({type(tokenizer).__name__}) has no tokenizers-library form,"
@@ -108,22 +101,29 @@ def describe(
         raise UnsupportedError(f"{model.id} takes no token ids: hasten handles text models")
     if not task.takes_pairs and not any(tokenizer("a text").get(_TYPES, ())):
         columns = [name for name in columns if name != _TYPES]
+    if getattr(module.config, "attention_type", None) == "block_sparse":
+        raise UnsupportedError(
+            f"{model.id} attends to long texts in blocks and to short ones in full, which is more than one graph",
+            hint='with "attention_type": "original_full" in its config.json it attends in full to all',
+        )
     inputs = ["input_ids", ATTENTION_MASK, *(name for name in columns if name != "input_ids")]
-    limit = _max_length(module.config, tokenizer, layout)
+    limit = _max_length(module, tokenizer, layout)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     pads_left = tokenizer.padding_side == "left"
     mask_id = _mask_id(tokenizer, model) if MASKS in task.axes else None
     if layout is not None:
         pads_left = False  # pooling reads rows from their first position (builder/head.py)
     exportable = _exportable(module.eval(), inputs, task, layout, mask_id)
+    outputs, ignores_padding = _try(exportable, task, example(inputs, pad_id, mask_id, pads_left=pads_left))
     signature = Signature(
         # 32 bits hold every id, and what is half as wide is copied in half the time.
         inputs=tuple(
             TensorSpec(name, DType.INT32, (BATCH, SEQUENCE), pad_id if name == "input_ids" else 0) for name in inputs
         ),
-        outputs=_outputs(exportable, task, pad_id, mask_id),
+        outputs=outputs,
         max_length=limit,
         pads_left=pads_left,
+        ignores_padding=ignores_padding,
         mask_id=mask_id,
     )
     return LoadedModel(
@@ -160,21 +160,31 @@ def _exportable(
     return Exportable(module, inputs, task.outputs)
 
 
-def _outputs(module: Exportable, task: AnyTask, pad_id: int, mask_id: int | None) -> tuple[TensorSpec, ...]:
-    """Their widths as the module itself shows them: configurations have a name for each in every architecture."""
+def _try(module: Exportable, task: AnyTask, feeds: Mapping[str, Any]) -> tuple[tuple[TensorSpec, ...], bool]:
+    """What a padded batch and its padded row alone show: the outputs' widths, and whether padding is ignored.
+
+    Widths come from the module itself because configurations have a name for each in every architecture.
+    """
     import torch
 
-    from hasten.builder.head import example
-
+    real = feeds[ATTENTION_MASK][1].bool()
+    alone = {name: value[1:, real] for name, value in feeds.items()}
     try:
         with quiet_libraries(), torch.inference_mode():
-            results = module(**example(module.inputs, pad_id, mask_id))
+            results, expected = module(**feeds), module(**alone)
     except Exception as error:  # a model raises what its author chose to
         raise StageError(f"{type(module.model).__name__} fails on its first batch: {_first_line(error)}") from error
-    return tuple(
+    outputs = tuple(
         TensorSpec(name, DType.FLOAT32, (*task.axes, *result.shape[len(task.axes) :]))
         for name, result in zip(task.outputs, results, strict=True)
     )
+    ignores_padding = True
+    for batched, single in zip(results, expected, strict=True):
+        # The last rows are the second text's, whatever a row is: a text, or a mask token of it.
+        own = batched[-len(single) :]
+        own = own[:, real] if SEQUENCE in task.axes else own
+        ignores_padding &= bool(torch.allclose(own, single, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE))
+    return outputs, ignores_padding
 
 
 def _mask_id(tokenizer: Any, model: ModelDirectory) -> int:
@@ -194,7 +204,13 @@ def save_tokenizer(loaded: LoadedModel, file: Path) -> None:
     """The tokenizer as one file that needs no transformers."""
     import tokenizers
 
-    backend = tokenizers.Tokenizer.from_str(loaded.original_tokenizer.backend_tokenizer.to_str())
+    try:
+        backend = tokenizers.Tokenizer.from_str(loaded.original_tokenizer.backend_tokenizer.to_str())
+    except Exception as error:  # the library raises bare Exception
+        raise UnsupportedError(
+            f"the tokenizer ({type(loaded.original_tokenizer).__name__}) has parts written in Python,"
+            f" and bundles are served without transformers: {_first_line(error)}"
+        ) from error
     backend.no_padding()
     backend.no_truncation()
     backend.save(str(file))
@@ -242,18 +258,26 @@ def _activation(config: Any) -> str:
     return known[name]
 
 
-def _max_length(config: Any, tokenizer: Any, layout: SentenceLayout | None) -> int:
+def _max_length(module: Any, tokenizer: Any, layout: SentenceLayout | None) -> int:
     """The smallest of all limits that are real."""
     limits = []
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(module.config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:
-        limits.append(positions - _RESERVED_POSITIONS.get(config.model_type, 0))
+        limits.append(positions - _reserved_positions(module))
     # As in sentence-transformers, a layout's own limit takes the place of the tokenizer's, even a longer one.
     if layout is not None and layout.max_length:
         limits.append(layout.max_length)
     elif tokenizer.model_max_length < _NO_LIMIT:
         limits.append(int(tokenizer.model_max_length))
     return min(limits) if limits else 512
+
+
+def _reserved_positions(module: Any) -> int:
+    """RoBERTa and its kin count from behind the position of padding, so texts are shorter than the table."""
+    for name, part in module.named_modules():
+        if name.endswith("position_embeddings") and (padding := getattr(part, "padding_idx", None)) is not None:
+            return int(padding) + 1
+    return 0
 
 
 @contextmanager

@@ -58,6 +58,8 @@ class Signature:
     outputs: tuple[TensorSpec, ...]
     max_length: int
     pads_left: bool = False
+    # Whether a row is answered alike with padding beside it; some convolutions see it, whatever the mask says.
+    ignores_padding: bool = True
     # The mask token, where outputs are of it alone.
     mask_id: int | None = None
 
