@@ -84,6 +84,9 @@ def _print_answers(texts: list[str], answers: Any) -> None:
         return
     for text, answer in zip(texts, answers, strict=True):
         entries = answer if isinstance(answer, list) else [answer]
+        if isinstance(answer, dict) and "labels" in answer:
+            pairs = zip(answer["labels"], answer["scores"], strict=True)
+            entries = [{"label": label, "score": score} for label, score in pairs]
         shown = "  ".join(_shown(entry) for entry in entries) or "–"
         _print_line(f"{shown} [dim]{escape(text)}[/]")
 

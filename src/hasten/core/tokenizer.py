@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -68,6 +69,30 @@ class Tokenizer:
         """One row of parts that fit together, with the special tokens around them."""
         return self._backend.post_process(first, second)
 
+    def join_each(self, first: Encoding, seconds: Sequence[Encoding]) -> Tokens:
+        """A row for each second, all with the same first, which alone is cut: each second must leave it some room."""
+        room = self.spec.max_length - self.special_tokens(is_pair=True)
+        by_length: dict[int, list[int]] = {}
+        for row, second in enumerate(seconds):
+            by_length.setdefault(len(second), []).append(row)
+        batches: list[Batch] = []
+        truncated: list[int] = []
+        for length, rows in by_length.items():
+            is_cut = len(first) + length > room
+            truncated += rows if is_cut else ()
+            joined = self.join(self._cut(first, room - length) if is_cut else first, seconds[rows[0]])
+            # Seconds of one length make rows that differ in their own tokens alone: ten thousand need a few joins.
+            columns = {
+                name: np.tile(np.array(getattr(joined, column), np.int32), (len(rows), 1))
+                for name, column in _COLUMNS.items()
+            }
+            is_second = [sequence == 1 for sequence in joined.sequence_ids]
+            columns["input_ids"][:, is_second] = [seconds[row].ids for row in rows]
+            values = {name: columns[name].ravel() for name in self.spec.inputs}
+            batches.append(Batch(values, np.full(len(rows), len(joined), np.int32)))
+        order = np.argsort(np.concatenate(list(by_length.values())))
+        return Tokens(Batch.concatenate(batches).take(order), tuple(sorted(truncated)), ())
+
     def special_tokens(self, *, is_pair: bool) -> int:
         """How many tokens `join` adds."""
         return self._backend.num_special_tokens_to_add(is_pair)
@@ -105,8 +130,29 @@ class Tokenizer:
 
     def _uncut(self, encoding: Encoding) -> Encoding:
         """The parts put together again: the backend always cuts, and hands over what it cut off."""
-        if not encoding.overflowing:
-            return encoding
         rest = encoding.overflowing
-        parts = [*reversed(rest), encoding] if self.spec.truncates_left else [encoding, *rest]
+        if not rest:
+            return encoding
+        first = _bare(encoding)
+        parts = [*reversed(rest), first] if self.spec.truncates_left else [first, *rest]
         return Encoding.merge(parts, growing_offsets=False)
+
+    def _cut(self, encoding: Encoding, length: int) -> Encoding:
+        """Its first tokens, or its last where the model reads those."""
+        rest = Encoding.merge([encoding], growing_offsets=False)
+        # Cut from the other end, and keep what is cut off: it carries nothing else along (see _bare).
+        rest.truncate(len(encoding) - length, direction="right" if self.spec.truncates_left else "left")
+        kept = rest.overflowing
+        return Encoding.merge(kept if self.spec.truncates_left else kept[::-1], growing_offsets=False)
+
+
+def _bare(encoding: Encoding) -> Encoding:
+    """An encoding without what was cut off it.
+
+    The library carries that through every merge, in all combinations: a book would take all memory there is. It cannot
+    be taken away, but parts that were cut off have none of their own: here all but the first token, and the first.
+    """
+    encoding.truncate(len(encoding) - 1, stride=len(encoding) - 2)
+    others = encoding.overflowing[0]
+    encoding.truncate(len(encoding) - 1, direction="left")
+    return Encoding.merge([encoding.overflowing[0], others], growing_offsets=False)
