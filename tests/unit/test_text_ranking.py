@@ -143,7 +143,8 @@ def test_one_row_a_document(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "first"), [({}, "d e a"), ({"prompt_name": "none"}, "a"), ({"prompt": "x "}, "x a"), ({"prompt": ""}, "a")]
+    ("given", "first"),
+    [({}, "d e a"), ({"prompt_name": "none"}, "a"), ({"prompt": "x "}, "x a"), ({"prompt": ""}, "a")],
 )
 def test_a_prompt_stands_before_the_query_alone(tokenizer: Tokenizer, given: dict[str, object], first: str) -> None:
     spec = TaskSpec(TASK.name, ("LABEL_0",), prompts={"query": "d e ", "none": ""}, default_prompt="query")

@@ -241,9 +241,7 @@ def test_labels_share_one(asked: Asked) -> None:
 
 
 @pytest.mark.parametrize(("count", "given"), [(1, {}), (3, {"multi_label": True})])
-def test_a_label_by_itself_is_weighed_against_contradiction(
-    asked: Asked, count: int, given: dict[str, object]
-) -> None:
+def test_a_label_by_itself_is_weighed_against_contradiction(asked: Asked, count: int, given: dict[str, object]) -> None:
     (answer,) = TASK.decode(by_entailment(*[1.0, 3.0, -2.0][:count]), asked(count), TASK.options(NLI, given))
     expected = [special.expit(value - 0.25) for value in (3.0, 1.0, -2.0)] if count == 3 else [special.expit(0.75)]
     assert answer["scores"] == pytest.approx(expected)

@@ -169,9 +169,10 @@ class ZeroShotClassification:
         return answers if isinstance(payload, list | tuple) else answers[0]
 
     def sample(self, texts: Sequence[str], spec: TaskSpec) -> list[Row]:
+        """Every second text, since each takes as many rows as it has labels."""
         return [
             {"text": text, "candidate_labels": list(_SAMPLE_LABELS[place % len(_SAMPLE_LABELS)])}
-            for place, text in enumerate(texts)
+            for place, text in enumerate(texts[::2])
         ]
 
     def gold(self, rows: Sequence[Row], spec: TaskSpec) -> list[object] | None:
