@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hasten.builder.cross_encoder import is_cross_encoder
 from hasten.builder.source import ModelDirectory
 from hasten.core.errors import PlanError
 from hasten.core.plan import Plan
@@ -24,7 +25,7 @@ def detect_task(model: ModelDirectory, plan: Plan) -> AnyTask:
         )
     task = TASKS.get(meant)
     if task.heads and not model.architecture.endswith(task.heads):
-        fits = f"; it fits {found}" if found else ""
+        fits = f"; it fits {found}" if found and found != task.name else ""
         raise PlanError(
             f"{model.id} is a {model.architecture or 'model of unknown kind'}, which has no head for {task.name}{fits}"
         )
@@ -33,7 +34,7 @@ def detect_task(model: ModelDirectory, plan: Plan) -> AnyTask:
 
 def _find(model: ModelDirectory) -> str | None:
     """What the model's files say, sentence-transformers' first: they tell more than the name of a class."""
-    if "sentence_transformers" in model.config and model.architecture.endswith("ForSequenceClassification"):
+    if is_cross_encoder(model):
         return RANKING
     # Many still name the class they were pretrained as: all-mpnet-base-v2 says MPNetForMaskedLM.
     if (model.path / "modules.json").is_file():

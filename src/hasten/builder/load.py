@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hasten.builder.cross_encoder import read_cross_encoder
 from hasten.builder.detect import EMBEDDING, RANKING, detect_task
 from hasten.builder.sentence_layout import SentenceLayout, read_layout
 from hasten.builder.source import ModelDirectory
@@ -113,6 +114,9 @@ def describe(
     mask_id = _mask_id(tokenizer, model) if MASKS in task.axes else None
     if layout is not None:
         pads_left = False  # pooling reads rows from their first position (builder/head.py)
+    spec = _task_spec(task, module.config, tokenizer, layout)
+    if task.name == RANKING:
+        spec = read_cross_encoder(model, tokenizer, spec)
     exportable = _exportable(module.eval(), inputs, task, layout, mask_id)
     outputs, ignores_padding = _try(exportable, task, example(inputs, pad_id, mask_id, pads_left=pads_left))
     signature = Signature(
@@ -128,7 +132,7 @@ def describe(
     )
     return LoadedModel(
         module=exportable,
-        task=_task_spec(task, module.config, tokenizer, layout),
+        task=spec,
         tokenizer=TokenizerSpec(
             inputs=tuple(columns),
             max_length=limit,
@@ -241,21 +245,7 @@ def _task_spec(task: AnyTask, config: Any, tokenizer: Any, layout: SentenceLayou
         labels=tuple(str(config.id2label[index]) for index in labels),
         problem=config.problem_type or "" if labels else "",
         mask_token=tokenizer.mask_token if MASKS in task.axes else "",
-        activation=_activation(config) if task.name == RANKING else "",
     )
-
-
-def _activation(config: Any) -> str:
-    """What a cross-encoder's file says its scores are made with, in the words of text-classification's options."""
-    about = getattr(config, "sentence_transformers", None) or {}
-    given = about.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None)
-    if given is None:
-        return "sigmoid" if config.num_labels == 1 else "none"
-    name = str(given).rsplit(".", 1)[-1].lower()
-    known = {"identity": "none", "sigmoid": "sigmoid", "softmax": "softmax"}
-    if name not in known:
-        raise UnsupportedError(f"its scores go through '{given}', which hasten does not know")
-    return known[name]
 
 
 def _max_length(module: Any, tokenizer: Any, layout: SentenceLayout | None) -> int:

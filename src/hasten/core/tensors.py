@@ -127,6 +127,11 @@ class Batch:
         }
         return cls(values, lengths)
 
+    @classmethod
+    def concatenate(cls, batches: Sequence[Batch]) -> Batch:
+        values = {name: np.concatenate([batch.values[name] for batch in batches]) for name in batches[0].values}
+        return cls(values, np.concatenate([batch.lengths for batch in batches]))
+
     def take(self, rows: IntArray) -> Batch:
         """The given rows, in the given order."""
         starts = np.concatenate(([0], np.cumsum(self.lengths)))
