@@ -25,8 +25,7 @@ import msgspec
 import numpy as np
 
 from by_hand import export_plainly
-from hasten.backends import BACKENDS, Artifact, RunOptions, Source
-from hasten.builder.choose import BASELINE
+from hasten.backends import BACKENDS, Artifact, RunOptions
 from hasten.builder.load import load_model
 from hasten.builder.source import find_model
 from hasten.bundle import Bundle, open_bundle
@@ -91,7 +90,7 @@ def speed(model: str, bundle: Bundle, folder: Path, budget_s: float) -> list[dic
     plan = Plan(model)
     loaded = load_model(find_model(plan), plan)
     (folder / "torch").mkdir()
-    baseline = BACKENDS.get("torch").make(Source(loaded.signature, {}, loaded.module), BASELINE, folder / "torch")
+    baseline = BACKENDS.get("torch").make(loaded.source, loaded.baseline, folder / "torch")
     chosen = bundle.artifact(bundle.chosen)
     plain = export_plainly(loaded, folder / "plain")
     peers = ("plain_onnxruntime", "plain_openvino")

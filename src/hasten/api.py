@@ -13,12 +13,14 @@ from hasten.core.progress import Progress
 
 
 def build(
-    model: str | Path,
+    model: str | Path | object,
     output: str | Path | None = None,
     *,
+    tokenizer: object | None = None,
     task: str | None = None,
     revision: str | None = None,
     pooling: str | None = None,
+    file_name: str | None = None,
     batch_size: int | Sequence[int] = (1, 8, 32),
     seq_len: int | Sequence[int] = (16, 128, 256),
     variants: str | Sequence[str] = (),
@@ -37,17 +39,22 @@ def build(
 ) -> Bundle:
     """Make the model fast, prove that it still answers the same, and write the bundle.
 
-    Without `output` the bundle goes to the cache (`HASTEN_CACHE`) and replaces the one of the same name there.
+    `model` is a hub id, a directory, or an object: a model of transformers or peft together with its `tokenizer`, a
+    SentenceTransformer or a CrossEncoder; the object is left as it was. `file_name` names an ONNX graph of the model
+    to build from. Without `output` the bundle goes to the cache (`HASTEN_CACHE`) and replaces the one of the same name
+    there.
     """
     from hasten.builder.build import build as run
+    from hasten.builder.memory import name_of, saved
 
     if keep not in list(Keep):
         raise PlanError(f"keep is '{keep}'", hint=f"one of {', '.join(Keep)}")
     plan = Plan(
-        model=str(model),
+        model=name_of(model),
         revision=revision,
         task=task,
         pooling=pooling,
+        file_name=file_name,
         shapes=Shapes(
             Range.of("batch_size", _numbers(batch_size)),
             Range.of("seq_len", _numbers(seq_len)),
@@ -62,7 +69,9 @@ def build(
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
     )
-    return run(plan, Path(output).expanduser() if output is not None else None, force=force, progress=progress)
+    target = Path(output).expanduser() if output is not None else None
+    with saved(model, tokenizer) as directory:
+        return run(plan, target, force=force, progress=progress, directory=directory)
 
 
 def _numbers(value: int | Sequence[int]) -> tuple[int, ...]:

@@ -110,7 +110,7 @@ def probe(entry: VariantEntry) -> Support:
 def runnable(bundle: Bundle) -> Artifact:
     """The first variant, in order of speed, that this machine can run; every one passed over is named.
 
-    Where none runs there is still the fp32 graph, which the base installation executes.
+    Where none runs there is still the graph, which the base installation executes.
     """
     for entry in bundle.manifest.variants:
         support = probe(entry)
@@ -118,5 +118,5 @@ def runnable(bundle: Bundle) -> Artifact:
             return bundle.artifact(entry)
         hint = f" ({support.hint})" if support.hint else ""
         logger.warning("passing over %s, which does not run here: %s%s", entry.name, support.reason, hint)
-    logger.warning("using the bundle's fp32 graph, which is slower")
+    logger.warning("using the bundle's %s graph, which is slower", bundle.manifest.graph_precision)
     return bundle.graph()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,9 +19,25 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture(scope="module")
-def hub(tiny_classifier: Callable[..., Path]) -> Iterator[tuple[str, list[str]]]:
-    """Knows `org/tiny` (one revision), `org/gated`, and nothing else; records the paths it was asked for."""
-    folder = tiny_classifier("bert")
+def repositories(tiny_classifier: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model as weights, as graphs, as both, and an adapter; which of their files are fetched is the question."""
+    both = shutil.copytree(tiny_classifier("bert"), tmp_path_factory.mktemp("hub") / "both")
+    (both / "onnx").mkdir()
+    for name in ("model.onnx", "model.onnx_data", "model_quantized.onnx"):
+        (both / "onnx" / name).write_bytes(name.encode())
+    graphs = shutil.copytree(both, both.with_name("graphs"))
+    (graphs / "model.safetensors").unlink()
+    adapter = both.with_name("adapter")
+    adapter.mkdir()
+    about = {"base_model_name_or_path": "org/both", "task_type": "SEQ_CLS", "revision": None}
+    (adapter / "adapter_config.json").write_text(json.dumps(about))
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    return {"org/tiny": tiny_classifier("bert"), "org/graphs": graphs, "org/both": both, "org/adapter": adapter}
+
+
+@pytest.fixture(scope="module")
+def hub(repositories: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
+    """Knows those repositories (one revision), `org/gated`, and nothing else; records the paths it was asked for."""
     asked: list[str] = []
 
     class Hub(BaseHTTPRequestHandler):
@@ -32,23 +49,25 @@ def hub(tiny_classifier: Callable[..., Path]) -> Iterator[tuple[str, list[str]]]
         def do_GET(self) -> None:
             asked.append(self.path)
             path = self.path.split("?")[0]
+            repository = "/".join(path.removeprefix("/api/models").split("/")[1:3])
+            folder = repositories.get(repository)
             if path.startswith("/api/models/org/gated"):
                 self.refuse(403, "GatedRepo")
-            elif not path.startswith(("/api/models/org/tiny", "/org/tiny/resolve/")):
+            elif folder is None:
                 self.refuse(404, "RepoNotFound")
             elif path.endswith(f"/tree/{COMMIT}"):
                 files = [
-                    {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": COMMIT}
-                    for file in sorted(folder.iterdir())
+                    {"type": "file", "path": name, "size": (folder / name).stat().st_size, "oid": COMMIT}
+                    for name in names(folder)
                 ]
                 self.answer(json.dumps(files).encode())
-            elif path.startswith("/api/") and not path.endswith(("/revision/main", f"/revision/{COMMIT}", "org/tiny")):
+            elif path.startswith("/api/") and not path.endswith(("/revision/main", f"/revision/{COMMIT}", repository)):
                 self.refuse(404, "RevisionNotFound")
             elif path.startswith("/api/"):
-                files = [{"rfilename": file.name} for file in sorted(folder.iterdir())]
-                self.answer(json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": files}).encode())
+                files = [{"rfilename": name} for name in names(folder)]
+                self.answer(json.dumps({"id": repository, "sha": COMMIT, "siblings": files}).encode())
             else:
-                self.answer((folder / path.rsplit("/", 1)[-1]).read_bytes())
+                self.answer((folder / path.split(f"/resolve/{COMMIT}/")[1]).read_bytes())
 
         def answer(self, body: bytes) -> None:
             self.send_response(200)
@@ -77,11 +96,20 @@ def hub(tiny_classifier: Callable[..., Path]) -> Iterator[tuple[str, list[str]]]
     thread.join()
 
 
-def hasten(hub: str, cache: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def names(folder: Path) -> list[str]:
+    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+
+
+def python(hub: str, cache: Path, *words: str, is_offline: bool = False) -> subprocess.CompletedProcess[str]:
     # In its own process: the hub's library reads its settings when it is imported.
-    environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HOME": str(cache), "HF_TOKEN": "secret"}
-    command = [sys.executable, "-m", "hasten", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    settings = {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": str(int(is_offline)), "HF_HOME": str(cache), "HF_TOKEN": "secret"}
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env={**os.environ, **settings}, check=False
+    )
+
+
+def hasten(hub: str, cache: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return python(hub, cache, "-m", "hasten", *words)
 
 
 def test_a_hub_model_is_built_and_its_revision_recorded(hub: tuple[str, list[str]], tmp_path: Path) -> None:
@@ -93,6 +121,7 @@ def test_a_hub_model_is_built_and_its_revision_recorded(hub: tuple[str, list[str
         "id": "org/tiny",
         "revision": COMMIT,
         "architecture": "BertForSequenceClassification",
+        "file": None,
     }
 
 
@@ -100,6 +129,49 @@ def test_a_dry_run_does_not_download_weights(hub: tuple[str, list[str]], tmp_pat
     before = len(hub[1])
     assert hasten(hub[0], tmp_path / "cache", "build", "org/tiny", "--dry-run").returncode == 0
     assert not [path for path in hub[1][before:] if path.endswith(".safetensors")]
+
+
+FIND = """
+import json, sys
+from pathlib import Path
+from hasten.builder.source import find_model, list_files
+from hasten.core.plan import Plan
+found = find_model(Plan(sys.argv[1], file_name=sys.argv[2] or None), with_weights=sys.argv[3] == "all")
+folders = [found.path] if found.base is None else [found.path, found.base.path]
+names = [name for folder in folders for name in list_files(folder)]
+print(json.dumps([found.graph, [name for name in names if ".onnx" in name or "safetensors" in name]]))
+"""
+QUANTIZED = "onnx/model_quantized.onnx"
+
+
+@pytest.mark.parametrize(
+    ("model", "file_name", "how_much", "graph", "fetched"),
+    [
+        ("org/both", "", "all", None, ["model.safetensors"]),
+        ("org/both", QUANTIZED, "all", QUANTIZED, [QUANTIZED]),
+        ("org/graphs", "", "all", "onnx/model.onnx", ["onnx/model.onnx", "onnx/model.onnx_data"]),
+        ("org/graphs", "", "about", "onnx/model.onnx", []),
+        ("org/adapter", "", "all", None, ["adapter_model.safetensors", "model.safetensors"]),
+    ],
+)
+def test_of_a_model_in_many_forms_one_is_fetched(
+    hub: tuple[str, list[str]],
+    tmp_path: Path,
+    model: str,
+    file_name: str,
+    how_much: str,
+    graph: str | None,
+    fetched: list[str],
+) -> None:
+    """The early look knows which it will be without fetching it, and what was fetched is found without the network."""
+    words = ["-c", FIND, model, file_name, how_much]
+    done = python(hub[0], tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [graph, fetched]
+    if how_much == "all":
+        again = python(hub[0], tmp_path, *words, is_offline=True)
+        assert again.returncode == 0, again.stderr
+        assert json.loads(again.stdout) == [graph, fetched]
 
 
 @pytest.mark.parametrize(

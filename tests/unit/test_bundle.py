@@ -72,7 +72,7 @@ def test_the_artifacts_lie_in_the_bundle(bundle: Bundle) -> None:
     assert artifact.size_bytes == len(b"graph" + b"weights")
     graph = bundle.graph()
     assert graph.path(MODEL).read_bytes() == b"graph"
-    assert graph.variant.name == "onnxruntime-fp32"
+    assert graph.variant.name == "graph-fp32"
 
 
 def test_a_bundle_can_be_moved(bundle: Bundle, tmp_path: Path) -> None:

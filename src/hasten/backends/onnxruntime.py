@@ -59,7 +59,7 @@ class OnnxRuntime:
         for name, path in source.graphs.items():
             found = stored_precision(path)
             if found is not variant.precision:
-                raise StageError(f"{variant} was asked for, but the graph '{name}' holds {found} weights")
+                raise StageError(f"{variant} cannot be made: the graph '{name}' holds {found} weights")
             for file in (path, *path.parent.glob(f"{path.name}.data*")):
                 shutil.copy2(file, directory / file.name)
             graphs[name] = path.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,12 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeAlias
 
 from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source
 from hasten.builder.check import check_graph, check_tokenizer
-from hasten.builder.choose import BASELINE, contenders, explain, rank
+from hasten.builder.choose import GRAPH, MODULE, contenders, explain, rank
 from hasten.builder.detect import detect_task
 from hasten.builder.export import EXTERNAL_DATA_BYTES, IR_VERSION, OPSET, export
+from hasten.builder.given import LoadedGraph, load_graph
 from hasten.builder.load import LoadedModel, load_model, save_tokenizer
 from hasten.builder.passes import apply_passes, record
 from hasten.builder.source import ModelDirectory, find_model
@@ -42,6 +45,8 @@ _STORED_REFERENCE_BYTES = 2**25
 # The two a bundle holds by default are the two whose other shapes matter.
 _FINALISTS = 2
 
+Original: TypeAlias = LoadedModel | LoadedGraph
+
 
 @dataclass(frozen=True, slots=True)
 class Outline:
@@ -50,38 +55,53 @@ class Outline:
     model: str
     task: str
     target: Path
+    # The backend that runs the original.
+    baseline: str
     contenders: tuple[str, ...]
     unavailable: tuple[Candidate, ...]
 
 
 def outline(plan: Plan, output: Path | None = None, *, force: bool = False) -> Outline:
     """All that can be refused or resolved without the weights: `--dry-run`, and the first step of every build."""
-    return _look(plan, output, force=force)[0]
+    return _look(plan, output, force=force, directory=None)[0]
 
 
-def _look(plan: Plan, output: Path | None, *, force: bool) -> tuple[Outline, Data | None]:
+def _look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None) -> tuple[Outline, Data | None]:
     """The outline, and the data that was read for it: a pipe can be read only once."""
-    wanted, unavailable = contenders(plan, this_machine())
     if output is not None:
         check_target(output, force=force)
     data = read_data(plan.data, plan.columns) if plan.data is not None else None
-    model = find_model(plan, with_weights=False)
+    model = find_model(plan, with_weights=False, directory=directory)
+    baseline = MODULE if model.graph is None else GRAPH
+    wanted, unavailable = contenders(plan, this_machine(), baseline)
     task = detect_task(model, plan)
     if data is not None:
         task.parse(data.rows)
-    target = output or cache_directory() / "bundles" / _cache_name(model)
-    names = tuple(variant.name for variant in (BASELINE, *wanted))
-    return Outline(model.id, task.name, target, names, tuple(unavailable)), data
+    target = output or cache_directory() / "bundles" / _cache_name(model, directory)
+    names = tuple(variant.name for variant in wanted)
+    return Outline(model.id, task.name, target, baseline, names, tuple(unavailable)), data
 
 
-def _cache_name(model: ModelDirectory) -> str:
-    """A hub id as it is, flattened; a local model by its folder."""
+def _cache_name(model: ModelDirectory, directory: Path | None) -> str:
+    """A hub id as it is, flattened; a local model by its folder, one that lies nowhere by its name."""
+    if directory is not None:
+        return re.sub(r"[^\w.-]+", "-", model.id).strip("-.")
     return model.id.replace("/", "--") if model.revision else Path(model.id).name or "model"
 
 
-def build(plan: Plan, output: Path | None = None, *, force: bool = False, progress: Progress | None = None) -> Bundle:
-    """Nothing appears at the target unless every stage succeeded."""
-    about, data = _look(plan, output, force=force)
+def build(
+    plan: Plan,
+    output: Path | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+    directory: Path | None = None,
+) -> Bundle:
+    """Nothing appears at the target unless every stage succeeded.
+
+    `directory` is where a model lies whose name in the plan is not an address.
+    """
+    about, data = _look(plan, output, force=force, directory=directory)
     temporary = Path(tempfile.gettempdir())
     doing = f"working in {temporary}"
     with (
@@ -89,7 +109,7 @@ def build(plan: Plan, output: Path | None = None, *, force: bool = False, progre
         tempfile.TemporaryDirectory(prefix="hasten-") as work,
         translate_os_errors(doing, temporary),
     ):
-        return _Build(plan, about, data, Path(work), progress or Silent(), force or output is None).run()
+        return _Build(plan, about, data, Path(work), progress or Silent(), force or output is None, directory).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +128,21 @@ class _Build:
     work: Path
     progress: Progress
     force: bool
+    directory: Path | None
     machine: Machine = field(default_factory=this_machine)
     stages: list[Stage] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
 
     def run(self) -> Bundle:
         with self._stage("load") as notes:
-            model = find_model(self.plan)
-            loaded = load_model(model, self.plan)
+            model = find_model(self.plan, directory=self.directory)
+            loaded = self._load(model)
             tokenizer_file = self.work / "tokenizer.json"
             save_tokenizer(loaded, tokenizer_file)
             tokenizer = Tokenizer.open(tokenizer_file, loaded.tokenizer)
             check_tokenizer(tokenizer, loaded.original_tokenizer)
             notes.append(f"{loaded.architecture} for {loaded.task.name}, up to {loaded.signature.max_length} tokens")
+            notes += _kind_notes(model, loaded)
 
         with self._stage("reference") as notes:
             rows = self.data.rows_for(loaded.task) if self.data else sample_rows(loaded.task)
@@ -129,14 +151,12 @@ class _Build:
             expected = expect(predictor, rows, self.progress, metric=gate.metric)
             if expected.metric is None and (gate.max_drop is not None or gate.metric is not None):
                 raise PlanError(f"{self.plan.data} has no labels, so no metric can be measured on it")
-            notes.append(f"{len(rows)} rows answered by {BASELINE}")
+            notes.append(f"{len(rows)} rows answered by {loaded.baseline}")
             if expected.metric is not None:
                 notes.append(f"{expected.metric.name} {expected.metric.value:.4f}")
 
         with self._stage("export") as notes:
-            exported = self._folder("exported") / "model.onnx"
-            export(loaded, exported)
-            notes.append(f"opset {OPSET}, IR {IR_VERSION}")
+            exported = self._export(loaded, notes)
             made = {dialect: self._made_from(dialect) for dialect in (Dialect.ONNX, Dialect.ORT)}
             self.passes.append(
                 record("export", None, exported, variants=[*made[Dialect.ONNX], *made[Dialect.ORT]], notes=notes)
@@ -155,8 +175,9 @@ class _Build:
             notes += dict.fromkeys(note for done in graphs.passes for note in done.notes)
 
         with self._stage("check") as notes, self._open_graph(graphs.plain, loaded) as session:
-            checked = check_graph(session, original, expected.encoded.batch)
-            notes.append(f"the graph equals PyTorch at {', '.join(checked)}")
+            is_exact = loaded.precision is Precision.FP32
+            checked = check_graph(session, original, expected.encoded.batch, is_exact=is_exact)
+            notes.append(f"the graph {f'equals {loaded.baseline}' if is_exact else 'answers'} at {', '.join(checked)}")
 
         with self._stage("make and verify") as notes:
             trials, failed = self._try_all(loaded, tokenizer, graphs.by_dialect(), expected)
@@ -171,9 +192,10 @@ class _Build:
 
         with self._stage("benchmark") as notes:
             shapes = self._shapes(loaded, notes)
-            baseline = self._make(BASELINE, Source(loaded.signature, {}, loaded.module))
+            racing = {variant: trial.artifact for variant, trial in eligible.items()}
+            baseline = racing.pop(loaded.baseline, None) or self._make(loaded.baseline, loaded.source)
             measured = bench(
-                [baseline, *(trial.artifact for trial in eligible.values())],
+                [baseline, *racing.values()],
                 shapes.corners(),
                 expected.encoded.batch,
                 budget_s=self.plan.bench_budget_s,
@@ -183,7 +205,10 @@ class _Build:
             )
             ranking = rank(measured, shapes.optimal, list(eligible))
 
-        report = self._report(measured, ranking, shapes, {v: t.verdict for v, t in eligible.items()}, refused)
+        verdicts = {variant: trial.verdict for variant, trial in eligible.items()}
+        if loaded.baseline not in verdicts:
+            refused = (Candidate(loaded.baseline.name, Status.BASELINE, "the original"), *refused)
+        report = self._report(measured, ranking, shapes, verdicts, refused)
         with self._stage("write"), BundleWriter(self.about.target, force=self.force) as writer:
             kept = ranking if self.plan.keep is Keep.ALL else ranking[:2]
             stored_graphs = {MODEL: writer.add_graph(graphs.plain)}
@@ -223,35 +248,51 @@ class _Build:
         folder.mkdir()
         return folder
 
-    def _shapes(self, loaded: LoadedModel, notes: list[str]) -> Shapes:
+    def _load(self, model: ModelDirectory) -> Original:
+        if model.graph is not None:
+            return load_graph(model, self.plan, self._folder("given") / "model.onnx")
+        return load_model(model, self.plan)
+
+    def _shapes(self, loaded: Original, notes: list[str]) -> Shapes:
         limit = loaded.signature.max_length
         asked = self.plan.shapes
         if asked.sequence.max > limit:
             notes.append(f"--seq-len {asked.sequence.max} shortened to the model's {limit}")
         return Shapes(asked.batch, asked.sequence.at_most(limit))
 
-    def _original(self, loaded: LoadedModel) -> Session:
-        """The module in memory as a session: no copy on disk for the reference."""
+    def _original(self, loaded: Original) -> Session:
+        """The module in memory, or the graph where it lies, as a session: no copy on disk for the reference."""
+        if isinstance(loaded, LoadedGraph):
+            return self._open_graph(loaded.graph, loaded)
         from hasten.backends.torch import ModuleSession
 
-        artifact = Artifact(BASELINE, loaded.signature, self.work, {})
+        artifact = Artifact(loaded.baseline, loaded.signature, self.work, {})
         return ModuleSession(loaded.module, artifact, RunOptions(self.plan.threads))
 
-    def _open_graph(self, graph: Path, loaded: LoadedModel) -> Session:
-        variant = Variant("onnxruntime", Precision.FP32)
+    def _export(self, loaded: Original, notes: list[str]) -> Path:
+        if isinstance(loaded, LoadedGraph):
+            notes.append("not needed: it came as a graph")
+            return loaded.graph
+        exported = self._folder("exported") / "model.onnx"
+        export(loaded, exported)
+        notes.append(f"opset {OPSET}, IR {IR_VERSION}")
+        return exported
+
+    def _open_graph(self, graph: Path, loaded: Original) -> Session:
+        variant = Variant(GRAPH, loaded.precision)
         artifact = Artifact(variant, loaded.signature, graph.parent, {MODEL: graph.name})
         return BACKENDS.get(variant.backend).open(artifact, RunOptions(self.plan.threads))
 
     def _make(self, variant: Variant, source: Source) -> Artifact:
         return BACKENDS.get(variant.backend).make(source, variant, self._folder(variant.name))
 
-    def _prepare(self, variant: Variant, loaded: LoadedModel, graphs: Mapping[Dialect, Path]) -> Source:
+    def _prepare(self, variant: Variant, loaded: Original, graphs: Mapping[Dialect, Path]) -> Source:
         """The model in the form this variant is made from: its dialect and, where graphs carry it, its precision."""
         dialect = BACKENDS.get(variant.backend).dialect
-        if dialect is Dialect.MODULE:
-            return Source(loaded.signature, {}, loaded.module)
+        if dialect is Dialect.MODULE or variant == loaded.baseline:
+            return loaded.source
         graph = graphs[dialect]
-        if dialect is Dialect.ORT and variant.precision is Precision.INT8:
+        if dialect is Dialect.ORT and variant.precision is Precision.INT8 and loaded.precision is Precision.FP32:
             quantized = self._folder(f"{variant.name}-graph") / graph.name
             quantize_dynamic(graph, quantized, external_data=_is_large(graph))
             self.passes.append(record("quantize", graph, quantized, variants=[variant.name]))
@@ -259,12 +300,15 @@ class _Build:
         return Source(loaded.signature, {MODEL: graph})
 
     def _try_all(
-        self, loaded: LoadedModel, tokenizer: Tokenizer, graphs: Mapping[Dialect, Path], expected: Expectation
+        self, loaded: Original, tokenizer: Tokenizer, graphs: Mapping[Dialect, Path], expected: Expectation
     ) -> tuple[dict[Variant, _Trial], list[Candidate]]:
         """Make and verify each contender. One that fails is recorded if we picked it, an error if the user did."""
         trials: dict[Variant, _Trial] = {}
         failed: list[Candidate] = []
-        for variant in [Variant.parse(name) for name in self.about.contenders if name != BASELINE.name]:
+        wanted = [Variant.parse(name) for name in self.about.contenders]
+        if isinstance(loaded, LoadedGraph) and not self.plan.variants:
+            wanted.insert(0, loaded.baseline)  # what was given may already be the fastest
+        for variant in wanted:
             try:
                 artifact = self._make(variant, self._prepare(variant, loaded, graphs))
                 with BACKENDS.get(variant.backend).open(artifact, RunOptions(self.plan.threads)) as session:
@@ -286,28 +330,27 @@ class _Build:
         ranking: Sequence[Variant],
         shapes: Shapes,
         verdicts: Mapping[Variant, Verdict],
-        refused: Sequence[Candidate],
+        others: Sequence[Candidate],
     ) -> Report:
-        baseline = Candidate(BASELINE.name, Status.BASELINE, "the original")
         return Report(
             plan=self.plan,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             machine=self.machine,
             stages=tuple(self.stages),
-            candidates=(*explain(ranking, measured, shapes.optimal, verdicts), baseline, *refused),
+            candidates=(*explain(ranking, measured, shapes.optimal, verdicts), *others),
             bench=measured,
             chosen=ranking[0].name,
             passes=tuple(self.passes),
         )
 
     def _manifest(
-        self, model: ModelDirectory, loaded: LoadedModel, graphs: dict[str, str], kept: Sequence[_Trial]
+        self, model: ModelDirectory, loaded: Original, graphs: dict[str, str], kept: Sequence[_Trial]
     ) -> Manifest:
         return Manifest(
             schema=SCHEMA,
             hasten=__version__,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            model=ModelOrigin(model.id, model.revision, loaded.architecture),
+            model=ModelOrigin(model.id, model.revision, loaded.architecture, model.graph),
             task=loaded.task,
             tokenizer=loaded.tokenizer,
             signature=loaded.signature,
@@ -316,7 +359,18 @@ class _Build:
             gate=self.plan.gate,
             machine=self.machine,
             files={},
+            graph_precision=loaded.precision,
         )
+
+
+def _kind_notes(model: ModelDirectory, loaded: Original) -> Sequence[str]:
+    """What a person should know about how the model came."""
+    if isinstance(loaded, LoadedGraph):
+        return loaded.notes
+    if model.base is not None:
+        return [f"merged into {model.base.id}"]
+    unused = model.unused_graphs
+    return [f"its weights were taken, not {unused[0]} (--file-name takes a graph)"] if unused else []
 
 
 def _stored_rows(expected: Expectation) -> int:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hasten.backends import BACKENDS
+from hasten.backends import BACKENDS, Dialect
 from hasten.core.errors import PlanError, UnsupportedError
 from hasten.core.hardware import Machine
 from hasten.core.plan import Plan
 from hasten.core.report import Bench, Candidate, Status, Verdict
 from hasten.core.tensors import Shape
-from hasten.core.variant import Precision, Variant
+from hasten.core.variant import Variant
 
-BASELINE = Variant("torch", Precision.FP32)
+# What runs the original: the PyTorch module or, where the model came as one, the graph as it is.
+MODULE = "torch"
+GRAPH = "graph"
 
 
-def contenders(plan: Plan, machine: Machine) -> tuple[list[Variant], list[Candidate]]:
-    """The variants to try, baseline left out, and those that cannot run here with the reason.
+def contenders(plan: Plan, machine: Machine, baseline: str) -> tuple[list[Variant], list[Candidate]]:
+    """The variants to try, PyTorch as the baseline left out, and those that cannot run here with the reason.
 
     An explicit choice that cannot run is an error; an automatic one is recorded and passed over.
     """
@@ -26,22 +28,31 @@ def contenders(plan: Plan, machine: Machine) -> tuple[list[Variant], list[Candid
             support = BACKENDS.get(variant.backend).probe(machine, variant)
             if not support.ok:
                 raise UnsupportedError(f"{variant} does not run here: {support.reason}", hint=support.hint or None)
+            if not _is_made_from(variant.backend, baseline):
+                raise UnsupportedError(f"{variant} runs a PyTorch module, and {plan.model} comes as an ONNX graph")
         if not any(BACKENDS.get(variant.backend).is_stored for variant in asked):
             raise PlanError(
                 f"{' and '.join(map(str, asked))} would be for comparison only: a bundle holds no PyTorch",
                 hint="add one it may hold, such as onnxruntime-fp32",
             )
-        return [variant for variant in dict.fromkeys(asked) if variant != BASELINE], []
+        return [variant for variant in dict.fromkeys(asked) if variant.backend != MODULE], []
     wanted: list[Variant] = []
     unavailable: list[Candidate] = []
     for backend in BACKENDS.all():
+        if backend.name == MODULE or not _is_made_from(backend.name, baseline):
+            continue
         support = backend.probe(machine)
         if support.ok:
-            wanted += [variant for variant in backend.variants(machine) if variant != BASELINE]
+            wanted += backend.variants(machine)
         else:
             reason = support.reason + (f": {support.hint}" if support.hint else "")
             unavailable.append(Candidate(backend.name, Status.UNAVAILABLE, reason))
     return wanted, unavailable
+
+
+def _is_made_from(backend: str, baseline: str) -> bool:
+    """Whether a backend can be made from a model of this kind: without a module, none that runs one."""
+    return baseline == MODULE or BACKENDS.get(backend).dialect is not Dialect.MODULE
 
 
 def rank(bench: Bench, shape: Shape, eligible: Sequence[Variant]) -> list[Variant]:

@@ -24,11 +24,10 @@ def detect_task(model: ModelDirectory, plan: Plan) -> AnyTask:
             hint=f"--task with one of: {', '.join(TASKS.names())}",
         )
     task = TASKS.get(meant)
-    if task.heads and not model.architecture.endswith(task.heads):
+    # Where a configuration names no class, a task that was asked for is believed; a head that is missing shows later.
+    if task.heads and model.architecture and not model.architecture.endswith(task.heads):
         fits = f"; it fits {found}" if found and found != task.name else ""
-        raise PlanError(
-            f"{model.id} is a {model.architecture or 'model of unknown kind'}, which has no head for {task.name}{fits}"
-        )
+        raise PlanError(f"{model.id} is a {model.architecture}, which has no head for {task.name}{fits}")
     return task
 
 
@@ -36,12 +35,14 @@ def _find(model: ModelDirectory) -> str | None:
     """What the model's files say, sentence-transformers' first: they tell more than the name of a class."""
     if is_cross_encoder(model):
         return RANKING
+    detected = [task for task in TASKS.all() if task.is_detected]
+    by_class = next((task.name for task in detected if model.architecture.endswith(task.heads)), None)
+    has_own_head = model.base is not None and model.architecture != model.base.architecture and by_class is not None
     # Many still name the class they were pretrained as: all-mpnet-base-v2 says MPNetForMaskedLM.
-    if (model.path / "modules.json").is_file():
+    if model.find("modules.json") is not None and not has_own_head:
         return EMBEDDING
-    for task in TASKS.all():
-        if task.is_detected and model.architecture.endswith(task.heads):
-            return task.name
+    if by_class is not None:
+        return by_class
     # BertModel, but not GPT2LMHeadModel.
     is_bare = model.architecture.endswith("Model") and not model.architecture.endswith(("HeadModel", "HeadsModel"))
     return _BARE if is_bare else None

@@ -5,20 +5,23 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hasten.backends import Source
+from hasten.builder.adapter import load_adapted
 from hasten.builder.cross_encoder import read_cross_encoder
 from hasten.builder.detect import EMBEDDING, RANKING, detect_task
 from hasten.builder.sentence_layout import SentenceLayout, read_layout
 from hasten.builder.source import ModelDirectory
-from hasten.core.errors import StageError, UnsupportedError, missing_package
+from hasten.core.errors import HastenError, StageError, UnsupportedError, missing_package
 from hasten.core.plan import Plan
 from hasten.core.tensors import ATTENTION_MASK, BATCH, MASKS, SEQUENCE, DType, Signature, TensorSpec
 from hasten.core.tokenizer import TokenizerSpec
+from hasten.core.variant import Precision, Variant
 from hasten.measure.verify import FP32_TOLERANCE
 from hasten.tasks import AnyTask, TaskSpec
 
@@ -32,8 +35,9 @@ _TYPES = "token_type_ids"
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
-    module: Exportable
+class Loaded:
+    """What the rest of the build needs to know of a model, whatever it came as."""
+
     task: TaskSpec
     tokenizer: TokenizerSpec
     # transformers' tokenizer, for what our file must reproduce.
@@ -41,6 +45,51 @@ class LoadedModel:
     signature: Signature
     config: Any
     architecture: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel(Loaded):
+    """A model that came as weights: a PyTorch module."""
+
+    module: Exportable
+
+    @property
+    def baseline(self) -> Variant:
+        """What its variants are compared with."""
+        return Variant("torch", Precision.FP32)
+
+    @property
+    def source(self) -> Source:
+        return Source(self.signature, {}, self.module)
+
+    @property
+    def precision(self) -> Precision:
+        return Precision.FP32
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What configuration and tokenizer say, before anything runs."""
+
+    task: TaskSpec
+    tokenizer: TokenizerSpec
+    pads_left: bool
+    mask_id: int | None
+
+    @property
+    def inputs(self) -> list[str]:
+        first, *rest = self.tokenizer.inputs
+        return [first, ATTENTION_MASK, *rest]
+
+    def signature(self, dtypes: Mapping[str, DType], outputs: tuple[TensorSpec, ...]) -> Signature:
+        pads = {"input_ids": self.tokenizer.pad_id}
+        return Signature(
+            inputs=tuple(TensorSpec(name, dtypes[name], (BATCH, SEQUENCE), pads.get(name, 0)) for name in self.inputs),
+            outputs=outputs,
+            max_length=self.tokenizer.max_length,
+            pads_left=self.pads_left,
+            mask_id=self.mask_id,
+        )
 
 
 def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
@@ -53,30 +102,45 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
     task = detect_task(model, plan)
     layout = read_layout(model, plan) if task.name == EMBEDDING else None
     with quiet_libraries():
+        tokenizer = load_tokenizer(model, plan)
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(model.path, trust_remote_code=plan.trust_remote_code)
+            if model.base is None:
+                module, loading = getattr(transformers, task.auto_class).from_pretrained(
+                    model.path,
+                    output_loading_info=True,
+                    dtype=torch.float32,
+                    trust_remote_code=plan.trust_remote_code,
+                    use_safetensors=None if plan.allow_pickle else True,
+                )
+                lacking = loading["missing_keys"]
+            else:
+                module, lacking = load_adapted(model, task.auto_class, plan)
+        except HastenError:
+            raise
         except Exception as error:
-            raise StageError(f"the tokenizer of {model.id} does not load: {_first_line(error)}") from error
-        try:
-            module, loading = getattr(transformers, task.auto_class).from_pretrained(
-                model.path,
-                output_loading_info=True,
-                dtype=torch.float32,
-                trust_remote_code=plan.trust_remote_code,
-                use_safetensors=None if plan.allow_pickle else True,
-            )
-        except Exception as error:
-            raise StageError(f"{model.id} does not load: {_first_line(error)}", hint=_hint(error)) from error
+            raise StageError(f"{model.id} does not load: {first_line(error)}", hint=_hint(error)) from error
     # transformers fills in random numbers and only warns. Of a bare model, nobody reads the pooler.
-    missing = sorted(name for name in loading["missing_keys"] if task.heads or "pooler." not in name)
+    missing = sorted(name for name in lacking if task.heads or "pooler." not in name)
     if missing:
         raise StageError(
             f"{model.id} has no weights for {len(missing)} tensors of {type(module).__name__}, such as '{missing[0]}'"
         )
+    return describe(module, tokenizer, task, layout, model)
+
+
+def load_tokenizer(model: ModelDirectory, plan: Plan) -> Any:
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            model.tokenizer_path, trust_remote_code=plan.trust_remote_code
+        )
+    except Exception as error:
+        raise StageError(f"the tokenizer of {model.id} does not load: {first_line(error)}") from error
     # transformers 5 makes a tokenizer of special tokens alone where it finds no files.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise StageError(f"{model.id} has no tokenizer: no tokenizer.json or vocabulary beside its config.json")
-    return describe(module, tokenizer, task, layout, model)
+    return tokenizer
 
 
 def describe(
@@ -89,6 +153,39 @@ def describe(
     """Everything the rest of the build needs to know, gathered once."""
     from hasten.builder.head import example
 
+    if getattr(module.config, "attention_type", None) == "block_sparse":
+        raise UnsupportedError(
+            f"{model.id} attends to long texts in blocks and to short ones in full, which is more than one graph",
+            hint='with "attention_type": "original_full" in its config.json it attends in full to all',
+        )
+    accepted = set(inspect.signature(module.forward).parameters)
+    facts = read_facts(accepted, module.config, tokenizer, task, layout, model, _reserved_positions(module))
+    exportable = _exportable(module.eval(), facts.inputs, task, layout, facts.mask_id)
+    feeds = example(facts.inputs, facts.tokenizer.pad_id, facts.mask_id, pads_left=facts.pads_left)
+    outputs, ignores_padding = _try(exportable, task, feeds)
+    # 32 bits hold every id, and what is half as wide is copied in half the time.
+    signature = facts.signature(dict.fromkeys(facts.inputs, DType.INT32), outputs)
+    return LoadedModel(
+        task=facts.task,
+        tokenizer=facts.tokenizer,
+        original_tokenizer=tokenizer,
+        signature=replace(signature, ignores_padding=ignores_padding),
+        config=module.config,
+        architecture=type(module).__name__,
+        module=exportable,
+    )
+
+
+def read_facts(
+    accepted: Collection[str],
+    config: Any,
+    tokenizer: Any,
+    task: AnyTask,
+    layout: SentenceLayout | None,
+    model: ModelDirectory,
+    reserved_positions: int,
+) -> Facts:
+    """`accepted` are the names of the inputs that the model takes."""
     if not getattr(tokenizer, "is_fast", False):
         raise UnsupportedError(
             f"the tokenizer of {model.id} ({type(tokenizer).__name__}) has no tokenizers-library form,"
@@ -96,45 +193,24 @@ def describe(
         )
     if layout is not None and layout.lowercase:
         _lowercase_first(tokenizer)
-    accepted = set(inspect.signature(module.forward).parameters)
     columns = [name for name in tokenizer.model_input_names if name in accepted and name != ATTENTION_MASK]
     if "input_ids" not in columns:
         raise UnsupportedError(f"{model.id} takes no token ids: hasten handles text models")
     if not task.takes_pairs and not any(tokenizer("a text").get(_TYPES, ())):
         columns = [name for name in columns if name != _TYPES]
-    if getattr(module.config, "attention_type", None) == "block_sparse":
-        raise UnsupportedError(
-            f"{model.id} attends to long texts in blocks and to short ones in full, which is more than one graph",
-            hint='with "attention_type": "original_full" in its config.json it attends in full to all',
-        )
-    inputs = ["input_ids", ATTENTION_MASK, *(name for name in columns if name != "input_ids")]
-    limit = _max_length(module, tokenizer, layout)
+    limit = _max_length(config, tokenizer, layout, reserved_positions)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     pads_left = tokenizer.padding_side == "left"
     mask_id = _mask_id(tokenizer, model) if MASKS in task.axes else None
     if layout is not None:
         pads_left = False  # pooling reads rows from their first position (builder/head.py)
-    spec = _task_spec(task, module.config, tokenizer, layout)
+    spec = _task_spec(task, config, tokenizer, layout)
     if task.name == RANKING:
         spec = read_cross_encoder(model, tokenizer, spec)
-    exportable = _exportable(module.eval(), inputs, task, layout, mask_id)
-    outputs, ignores_padding = _try(exportable, task, example(inputs, pad_id, mask_id, pads_left=pads_left))
-    signature = Signature(
-        # 32 bits hold every id, and what is half as wide is copied in half the time.
-        inputs=tuple(
-            TensorSpec(name, DType.INT32, (BATCH, SEQUENCE), pad_id if name == "input_ids" else 0) for name in inputs
-        ),
-        outputs=outputs,
-        max_length=limit,
-        pads_left=pads_left,
-        ignores_padding=ignores_padding,
-        mask_id=mask_id,
-    )
-    return LoadedModel(
-        module=exportable,
+    return Facts(
         task=spec,
         tokenizer=TokenizerSpec(
-            inputs=tuple(columns),
+            inputs=("input_ids", *(name for name in columns if name != "input_ids")),
             max_length=limit,
             pad_id=pad_id,
             truncates_left=tokenizer.truncation_side == "left",
@@ -142,10 +218,8 @@ def describe(
             pads_left=tokenizer.padding_side == "left",
             cls_id=tokenizer.cls_token_id,
         ),
-        original_tokenizer=tokenizer,
-        signature=signature,
-        config=module.config,
-        architecture=type(module).__name__,
+        pads_left=pads_left,
+        mask_id=mask_id,
     )
 
 
@@ -177,7 +251,7 @@ def _try(module: Exportable, task: AnyTask, feeds: Mapping[str, Any]) -> tuple[t
         with quiet_libraries(), torch.inference_mode():
             results, expected = module(**feeds), module(**alone)
     except Exception as error:  # a model raises what its author chose to
-        raise StageError(f"{type(module.model).__name__} fails on its first batch: {_first_line(error)}") from error
+        raise StageError(f"{type(module.model).__name__} fails on its first batch: {first_line(error)}") from error
     outputs = tuple(
         TensorSpec(name, DType.FLOAT32, (*task.axes, *result.shape[len(task.axes) :]))
         for name, result in zip(task.outputs, results, strict=True)
@@ -204,7 +278,7 @@ def _tidies_spaces(tokenizer: Any) -> bool:
     return bool(tokenizer.clean_up_tokenization_spaces) and (is_forced or not is_bpe)
 
 
-def save_tokenizer(loaded: LoadedModel, file: Path) -> None:
+def save_tokenizer(loaded: Loaded, file: Path) -> None:
     """The tokenizer as one file that needs no transformers."""
     import tokenizers
 
@@ -213,7 +287,7 @@ def save_tokenizer(loaded: LoadedModel, file: Path) -> None:
     except Exception as error:  # the library raises bare Exception
         raise UnsupportedError(
             f"the tokenizer ({type(loaded.original_tokenizer).__name__}) has parts written in Python,"
-            f" and bundles are served without transformers: {_first_line(error)}"
+            f" and bundles are served without transformers: {first_line(error)}"
         ) from error
     backend.no_padding()
     backend.no_truncation()
@@ -248,12 +322,12 @@ def _task_spec(task: AnyTask, config: Any, tokenizer: Any, layout: SentenceLayou
     )
 
 
-def _max_length(module: Any, tokenizer: Any, layout: SentenceLayout | None) -> int:
+def _max_length(config: Any, tokenizer: Any, layout: SentenceLayout | None, reserved_positions: int) -> int:
     """The smallest of all limits that are real."""
     limits = []
-    positions = getattr(module.config, "max_position_embeddings", None)
+    positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:
-        limits.append(positions - _reserved_positions(module))
+        limits.append(positions - reserved_positions)
     # As in sentence-transformers, a layout's own limit takes the place of the tokenizer's, even a longer one.
     if layout is not None and layout.max_length:
         limits.append(layout.max_length)
@@ -292,7 +366,7 @@ def quiet_libraries() -> Iterator[None]:
             theirs.enable_progress_bar()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

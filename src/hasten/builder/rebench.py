@@ -6,8 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from hasten.backends import BACKENDS, Artifact, Source
-from hasten.builder.choose import BASELINE
+from hasten.backends import BACKENDS, Artifact
 from hasten.bundle import Bundle
 from hasten.core.errors import HastenError, PlanError, UnsupportedError
 from hasten.core.hardware import Machine, this_machine
@@ -42,12 +41,15 @@ def rebench(bundle: Bundle, shapes: Shapes, budget_s: float, threads: int | None
             with step(progress, f"load {bundle.manifest.model.id}"):
                 baseline = _original(bundle, Path(work))
         except HastenError as error:
-            # Without the original the ratios are to its fp32 graph, and the table says so.
-            refused.append(
-                Candidate(BASELINE.name, Status.UNAVAILABLE, f"{error} — compared with the fp32 graph instead")
-            )
+            # Without the original the ratios are to its graph, and the table says so.
             baseline = bundle.graph()
-            artifacts = [artifact for artifact in artifacts if artifact.variant != baseline.variant]
+            refused.append(
+                Candidate(
+                    bundle.report.bench.baseline,
+                    Status.UNAVAILABLE,
+                    f"{error} — compared with {baseline.variant} instead",
+                )
+            )
         rows = _token_rows(bundle)
         measured = bench(
             [baseline, *artifacts], shapes.grid(), rows, budget_s=budget_s, threads=threads, progress=progress
@@ -62,13 +64,24 @@ def _token_rows(bundle: Bundle) -> Batch:
 
 
 def _original(bundle: Bundle, work: Path) -> Artifact:
-    from hasten.builder.load import load_model
+    from hasten.builder.given import LoadedGraph, load_graph
+    from hasten.builder.load import LoadedModel, load_model
     from hasten.builder.source import find_model
 
     about = bundle.manifest
     if about.model.revision is None and not Path(about.model.id).is_dir():
         raise PlanError(f"{about.model.id} is no longer there")
     pooling = "+".join(about.task.pooling) or None
-    plan = Plan(about.model.id, revision=about.model.revision, task=about.task.name, pooling=pooling)
-    loaded = load_model(find_model(plan), plan)
-    return BACKENDS.get(BASELINE.backend).make(Source(loaded.signature, {}, loaded.module), BASELINE, work)
+    plan = Plan(
+        about.model.id,
+        revision=about.model.revision,
+        task=about.task.name,
+        pooling=pooling,
+        file_name=about.model.file,
+    )
+    model = find_model(plan)
+    loaded: LoadedModel | LoadedGraph = (
+        load_model(model, plan) if model.graph is None else load_graph(model, plan, work / "model.onnx")
+    )
+    (work / "original").mkdir()
+    return BACKENDS.get(loaded.baseline.backend).make(loaded.source, loaded.baseline, work / "original")

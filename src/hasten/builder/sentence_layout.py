@@ -9,6 +9,7 @@ from typing import Any
 from hasten.builder.source import ModelDirectory
 from hasten.core.errors import PlanError, UnsupportedError
 from hasten.core.plan import Plan
+from hasten.core.tensors import FloatArray
 from hasten.tasks import Pooling
 
 # In the order in which sentence-transformers concatenates them.
@@ -30,7 +31,7 @@ _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid")
 
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
-    folder: Path
+    file: Path
     inputs: int
     outputs: int
     has_bias: bool
@@ -41,9 +42,15 @@ class DenseLayer:
         from torch import nn
 
         linear = nn.Linear(self.inputs, self.outputs, bias=self.has_bias)
-        weights = load_file(self.folder / "model.safetensors")
+        weights = load_file(self.file)
         linear.load_state_dict({name.removeprefix("linear."): value.float() for name, value in weights.items()})
         return nn.Sequential(linear, getattr(nn, self.activation)())
+
+    def arrays(self) -> dict[str, FloatArray]:
+        """ "weight" and, where it has one, "bias", without PyTorch."""
+        from safetensors.numpy import load_file
+
+        return {name.removeprefix("linear."): value.astype("float32") for name, value in load_file(self.file).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +132,11 @@ def _read_dense(model: ModelDirectory, folder: str) -> DenseLayer:
         raise UnsupportedError(f"{model.id} has a dense layer with the activation '{activation}'")
     if config.get("use_residual"):
         raise UnsupportedError(f"{model.id} has a dense layer with a residual connection")
-    if not (model.path / folder / "model.safetensors").is_file():
+    weights = model.find(f"{folder}/model.safetensors")
+    if weights is None:
         raise UnsupportedError(f"{model.id} has a dense layer without safetensors weights ({folder})")
     return DenseLayer(
-        model.path / folder,
+        weights,
         int(config["in_features"]),
         int(config["out_features"]),
         bool(config.get("bias", True)),

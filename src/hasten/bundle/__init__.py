@@ -2,10 +2,10 @@
 
 manifest.json            what it is: model, task, tensors, variants, hashes, machine, versions
 report.json              what was measured when it was built
-graph/model.onnx         the fp32 graph every variant comes from
+graph/model.onnx         the graph every variant comes from, in fp32 unless it was given in less
 variants/<name>/…        the chosen variant and the next eligible one
 tokenizer/tokenizer.json
-reference/inputs.jsonl   texts and, in outputs.npz, what the fp32 PyTorch model answered
+reference/inputs.jsonl   texts and, in outputs.npz, what the original answered
 """
 
 from hasten.bundle.manifest import Manifest, VariantEntry

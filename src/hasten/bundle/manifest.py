@@ -33,6 +33,8 @@ class ModelOrigin:
     id: str
     revision: str | None
     architecture: str
+    # The ONNX graph it came as, by its path in the model's directory; None where it came as weights.
+    file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class Manifest:
     machine: Machine
     # SHA-256 of every file but this one, by path from the bundle's root.
     files: dict[str, str]
+    # What the graph's weights are stored in: a model may come as a quantized graph.
+    graph_precision: Precision = Precision.FP32
     # SHA-256 of this manifest without this field: the bundle's identity.
     digest: str = ""
 

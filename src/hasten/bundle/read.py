@@ -20,7 +20,7 @@ from hasten.core.registry import did_you_mean
 from hasten.core.report import Report
 from hasten.core.tensors import FloatArray
 from hasten.core.tokenizer import Tokenizer
-from hasten.core.variant import Precision, Variant
+from hasten.core.variant import Variant
 
 if TYPE_CHECKING:
     from hasten.tasks import Row
@@ -29,7 +29,7 @@ TOKENIZER = "tokenizer/tokenizer.json"
 REPORT = "report.json"
 REFERENCE_INPUTS = "reference/inputs.jsonl"
 REFERENCE_OUTPUTS = "reference/outputs.npz"
-GRAPH_BACKEND = "onnxruntime"
+GRAPH_BACKEND = "graph"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,11 @@ class Bundle:
         return Artifact(entry.variant, self.manifest.signature, self.path / folder, entry.graphs)
 
     def graph(self) -> Artifact:
-        """The fp32 graph itself, which ONNX Runtime runs anywhere."""
+        """The graph itself, which ONNX Runtime runs anywhere."""
         self._check_folder("graph")
         graphs = {name: path.removeprefix("graph/") for name, path in self.manifest.graphs.items()}
-        return Artifact(Variant(GRAPH_BACKEND, Precision.FP32), self.manifest.signature, self.path / "graph", graphs)
+        variant = Variant(GRAPH_BACKEND, self.manifest.graph_precision)
+        return Artifact(variant, self.manifest.signature, self.path / "graph", graphs)
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.open(self._checked(TOKENIZER), self.manifest.tokenizer)

@@ -61,7 +61,7 @@ class BundleWriter:
         shutil.rmtree(self._work, ignore_errors=True)
 
     def add_graph(self, graph: Path) -> str:
-        """The fp32 graph with its external data; returns its path inside the bundle."""
+        """The graph with its external data; returns its path inside the bundle."""
         for file in (graph, *graph.parent.glob(f"{graph.name}.data*")):
             self._copy(file, Path("graph") / file.name)
         return f"graph/{graph.name}"

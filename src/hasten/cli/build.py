@@ -11,6 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="where the bundle goes (default: the cache)")
     parser.add_argument("--task", help="default: what the model's configuration says")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    parser.add_argument("--file-name", metavar="ONNX", help="build from this graph of the model: onnx/model.onnx")
     parser.add_argument("--pooling", help="for embeddings: mean, cls, … (default: what the model says)")
     sizes = parser.add_argument_group("sizes the model will see", "one number, or three: min opt max")
     sizes.add_argument("-b", "--batch-size", type=int, nargs="+", default=[1, 8, 32], metavar="N")
@@ -43,6 +44,7 @@ def main(args: argparse.Namespace) -> int:
         revision=args.revision,
         task=args.task,
         pooling=args.pooling,
+        file_name=args.file_name,
         shapes=Shapes(
             Range.of("--batch-size", tuple(args.batch_size)),
             Range.of("--seq-len", tuple(args.seq_len)),
@@ -67,6 +69,7 @@ def main(args: argparse.Namespace) -> int:
         else:
             console.out.print(f"model   {about.model} ({about.task})")
             console.out.print(f"try     {', '.join(about.contenders)}")
+            console.out.print(f"against {about.baseline}")
             for candidate in about.unavailable:
                 console.out.print(f"        [dim]not {candidate.variant}: {candidate.reason}[/]")
             console.out.print(f"write   {about.target}", highlight=False)

@@ -46,5 +46,5 @@ def main(args: argparse.Namespace) -> int:
     if not all(candidate.verdict.passed for candidate in candidates if candidate.verdict):
         raise AccuracyError(f"{args.bundle} does not answer like the original here")
     if not any(candidate.verdict for candidate in candidates if candidate.variant != GRAPH):
-        raise UnsupportedError(f"none of the variants in {args.bundle} runs here, so only its fp32 graph was verified")
+        raise UnsupportedError(f"none of the variants in {args.bundle} runs here, so only its graph was verified")
     return 0

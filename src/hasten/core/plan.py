@@ -90,6 +90,8 @@ class Plan:
     revision: str | None = None
     task: str | None = None
     pooling: str | None = None
+    # An ONNX graph in the model's directory, to be taken instead of its weights.
+    file_name: str | None = None
     shapes: Shapes = field(default_factory=Shapes)
     variants: tuple[str, ...] = ()
     data: str | None = None
