@@ -125,7 +125,9 @@ class _Session(PaddedSession):
         self._request: Any = compiled.create_infer_request()
         # All names: an input whose cast was optimized away answers to the cast's name too, and that may come first.
         self._feeds = {name for entry in compiled.inputs for name in entry.get_names()}
-        self._places = {spec.name: compiled.output(spec.name).index for spec in artifact.signature.outputs}
+        # Not an output's own index, which counts the outputs of the node it comes from.
+        places = {name: place for place, entry in enumerate(compiled.outputs) for name in entry.get_names()}
+        self._places = {spec.name: places[spec.name] for spec in artifact.signature.outputs}
         self.spec = SessionSpec(artifact.signature, Layout.PADDED, CPU, _executed_precision(compiled))
 
     def close(self) -> None:
