@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import string
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,26 +12,14 @@ from typing import Any
 
 import pytest
 
+import tiny
+
 # Read by these libraries when they are imported, so set before any test can.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 HERE = Path(__file__).parent
 FOLDERS = ("unit", "contract", "kernels", "e2e")
-POSITIONS = 64
-
-# What the tiny tokenizers know the words of, and what tests are free to ask about.
-CORPUS = (
-    "the cat sat on the mat and looked at the rain",
-    "a dog ran across the green field after the red ball",
-    "what a wonderful film, I would watch it again tomorrow",
-    "the plot is dull and the acting is worse",
-    "prices rose by three percent in the second quarter",
-    "Please send the invoice to the office before Friday",
-    "she reads old books about ships and the sea",
-    "is this the right answer to the question?",
-)
-
 ClassifierFactory = Callable[..., Path]
 EmbedderFactory = Callable[..., Path]
 TaggerFactory = Callable[[str], Path]
@@ -67,7 +53,7 @@ def hasten_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def corpus() -> tuple[str, ...]:
-    return CORPUS
+    return tiny.CORPUS
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +69,7 @@ def tiny_classifier(tmp_path_factory: pytest.TempPathFactory) -> ClassifierFacto
             made[key] = tmp_path_factory.mktemp("models") / f"{architecture}-{problem or 'labels'}-{len(labels)}"
             about = {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
             # The tokenizer knows no limit, as so many published ones: the model's real one must be found elsewhere.
-            _save(
+            tiny.save(
                 architecture,
                 "ForSequenceClassification",
                 made[key],
@@ -108,7 +94,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         key = (architecture, head, repr(sorted(about.items())))
         if key not in made:
             made[key] = tmp_path_factory.mktemp("models") / f"{architecture}-{head}"
-            _save(architecture, head, made[key], **about)
+            tiny.save(architecture, head, made[key], **about)
         return made[key]
 
     return make
@@ -125,7 +111,7 @@ def tiny_tagger(tmp_path_factory: pytest.TempPathFactory) -> TaggerFactory:
             made[architecture] = tmp_path_factory.mktemp("models") / f"{architecture}-tagger"
             about = {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
             # The pipeline cuts a text where the tokenizer says, so here the tokenizer knows the model's limit.
-            _save(architecture, "ForTokenClassification", made[architecture], **about)
+            tiny.save(architecture, "ForTokenClassification", made[architecture], **about)
         return made[architecture]
 
     return make
@@ -145,10 +131,10 @@ def tiny_embedder(tmp_path_factory: pytest.TempPathFactory) -> EmbedderFactory:
         cased: bool = False,
         prompts: dict[str, str] | None = None,
         default_prompt_name: str | None = None,
-        tokenizer_max_length: int = POSITIONS,
+        tokenizer_max_length: int = tiny.POSITIONS,
     ) -> Path:
         folder = tmp_path_factory.mktemp("models") / "embedder"
-        _save("bert", "Model", folder, cased=cased, tokenizer_max_length=tokenizer_max_length)
+        tiny.save("bert", "Model", folder, cased=cased, tokenizer_max_length=tokenizer_max_length)
         chain = [("", "sentence_transformers.models.Transformer")]
         for place, kind in enumerate(("Pooling", *modules), 1):
             path = f"{place}_{kind}"
@@ -196,78 +182,6 @@ def _outside(variable: str, what: str) -> Path:
     if not given:
         pytest.skip(f"{variable} is not set: it names {what}")
     return Path(given)
-
-
-def _save(
-    architecture: str,
-    head: str,
-    folder: Path,
-    *,
-    cased: bool = False,
-    tokenizer_max_length: int | None = POSITIONS,
-    **about: object,
-) -> None:
-    """A seeded random model and a tokenizer trained on the corpus, as save_pretrained writes them."""
-    import torch
-    import transformers
-
-    tokenizer = _tokenizer(architecture, cased=cased, max_length=tokenizer_max_length)
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-        "max_position_embeddings": POSITIONS,
-    }
-    if architecture == "distilbert":
-        sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "max_position_embeddings": POSITIONS}
-    elif architecture == "roberta":
-        sizes |= {"max_position_embeddings": POSITIONS + 2, "type_vocab_size": 1}
-    elif architecture == "electra":
-        sizes |= {"embedding_size": 16}  # narrower than the model, as in the published ones
-    prefix = {"bert": "Bert", "distilbert": "DistilBert", "roberta": "Roberta", "electra": "Electra"}[architecture]
-    config = getattr(transformers, f"{prefix}Config")(
-        vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        # Wide, so that different texts get clearly different answers.
-        initializer_range=0.5,
-        **sizes,
-        **about,
-    )
-    torch.manual_seed(7)
-    getattr(transformers, f"{prefix}{head}")(config).eval().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _tokenizer(architecture: str, *, cased: bool, max_length: int | None) -> Any:
-    import tokenizers
-    import transformers
-
-    if architecture == "roberta":
-        special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-        byte_level = tokenizers.Tokenizer(tokenizers.models.BPE())
-        byte_level.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        trainer: Any = tokenizers.trainers.BpeTrainer(
-            vocab_size=300,
-            special_tokens=special,
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        byte_level.train_from_iterator(CORPUS, trainer)
-        learned = json.loads(byte_level.to_str())["model"]
-        merges = [tuple(merge) for merge in learned["merges"]]
-        return transformers.RobertaTokenizer(vocab=learned["vocab"], merges=merges, model_max_length=max_length)
-    kinds = {"bert": "BertTokenizer", "distilbert": "DistilBertTokenizer", "electra": "ElectraTokenizer"}
-    kind = getattr(transformers, kinds[architecture])
-    return kind(vocab=_word_pieces(), do_lower_case=not cased, model_max_length=max_length)
-
-
-def _word_pieces() -> dict[str, int]:
-    """Letters and the words of the corpus. Not trained: WordPieceTrainer breaks ties differently in each run."""
-    letters = sorted({*string.ascii_letters, *string.digits, *".,?!:"})
-    words = sorted({word for line in CORPUS for word in re.findall(r"\w\w+", line.lower())})
-    pieces = [*letters, *(f"##{letter}" for letter in string.ascii_letters), *words]
-    return {piece: place for place, piece in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces])}
 
 
 def _save_dense(folder: Path, about: dict[str, object]) -> None:

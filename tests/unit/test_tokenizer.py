@@ -3,7 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import processors
 
 from hasten.core.errors import BundleError
 from hasten.core.tokenizer import Tokenizer, TokenizerSpec, Tokens
@@ -86,6 +89,58 @@ def test_every_truncated_row_is_reported(tokenizer_file: Path) -> None:
     tokens = Tokenizer.open(tokenizer_file, TokenizerSpec(BOTH, 4)).encode(["a", "a b c", "a b", "a b c d"])
     assert tokens.truncated == (1, 3)
     assert tokens.batch.lengths.tolist() == [3, 4, 4, 4]
+
+
+# --- texts cut and joined in a task's own way
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+PROCESSORS = {
+    "template": processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    ),
+    "bert": processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2)),
+    "roberta": processors.RobertaProcessing(("[SEP]", 3), ("[CLS]", 2)),
+}
+
+
+def letters(most: int) -> st.SearchStrategy[str]:
+    return st.text(LETTERS, max_size=most).map(" ".join)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=letters(60), truncates_left=st.booleans())
+def test_a_whole_text_has_all_its_tokens(tokenizer_file: Path, text: str, truncates_left: bool) -> None:
+    tokenizer = Tokenizer.open(tokenizer_file, TokenizerSpec(BOTH, 7, truncates_left=truncates_left))
+    (whole,) = tokenizer.encode_whole([text])
+    assert whole.tokens == text.split()
+    assert [text[start:end] for start, end in whole.offsets] == text.split()
+    assert whole.word_ids == list(range(len(text.split())))
+    assert not whole.overflowing
+
+
+def test_a_book_takes_no_more_than_its_tokens(tokenizer: Tokenizer) -> None:
+    """Tens of thousands of pieces: merged with what each carries along they would fill any memory."""
+    (whole,) = tokenizer.encode_whole([" ".join(LETTERS * 10_000)])
+    assert len(whole) == 260_000
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=letters(30), others=st.lists(letters(11), min_size=1, max_size=6), truncates_left=st.booleans())
+def test_joined_rows_are_those_of_the_library(
+    fast_tokenizer: FastTokenizer, name: str, text: str, others: list[str], truncates_left: bool
+) -> None:
+    fast_tokenizer.post_processor = PROCESSORS[name]
+    library = FastTokenizer.from_str(fast_tokenizer.to_str())
+    library.enable_truncation(16, strategy="only_first", direction="left" if truncates_left else "right")
+    expected = [library.encode(text, other) for other in others]
+    tokenizer = Tokenizer(fast_tokenizer, TokenizerSpec(BOTH, 16, truncates_left=truncates_left))
+    (first,) = tokenizer.encode_whole([text])
+    tokens = tokenizer.join_each(first, tokenizer.encode_whole(others))
+    assert tokens.batch.lengths.tolist() == [len(row) for row in expected]
+    assert tokens.batch.values["input_ids"].tolist() == [token for row in expected for token in row.ids]
+    assert tokens.batch.values["token_type_ids"].tolist() == [kind for row in expected for kind in row.type_ids]
+    assert tokens.truncated == tuple(place for place, row in enumerate(expected) if row.overflowing)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
+import numpy as np
+
 from hasten.core.errors import PlanError, missing_package
 from hasten.core.execution import Execution, Trial
 from hasten.core.hardware import Machine, usable_cores
 from hasten.core.registry import Registry
-from hasten.core.tensors import Batch, Outputs, SessionSpec, Shape, Signature, tiled
+from hasten.core.tensors import Batch, Outputs, SessionSpec, Shape, Signature, gather, tiled
 from hasten.core.variant import Support, Variant
 
 # The graph every encoder has. Generation adds others under names of its own.
@@ -161,6 +163,14 @@ class PaddedSession:
     spec: SessionSpec
 
     def run(self, batch: Batch) -> Outputs:
+        signature = self.spec.signature
+        if signature.ignores_padding or len(lengths := np.unique(batch.lengths)) <= 1:
+            return self.run_padded(batch)
+        groups = [np.flatnonzero(batch.lengths == length) for length in lengths]
+        return gather([(rows, self.run_padded(batch.take(rows))) for rows in groups], batch, signature)
+
+    def run_padded(self, batch: Batch) -> Outputs:
+        """All rows as one rectangle."""
         raise NotImplementedError
 
     def warm(self, shapes: Sequence[Shape]) -> None:
@@ -181,8 +191,6 @@ class PaddedSession:
 
 def uniform_batch(shape: Shape, signature: Signature) -> Batch:
     """Rows of one length whose values do not matter."""
-    import numpy as np
-
     length = min(shape.sequence, signature.max_length)
     values = {spec.name: np.array([spec.name == "input_ids"], np.int32) for spec in signature.inputs}
     return tiled(Batch(values, np.ones(1, np.int32)), np.full(shape.batch, length), signature.mask_id)

@@ -99,7 +99,7 @@ class _Session(PaddedSession):
     def close(self) -> None:
         self._session = None
 
-    def run(self, batch: Batch) -> Outputs:
+    def run_padded(self, batch: Batch) -> Outputs:
         if self._session is None:
             raise StageError("the session is closed")
         feeds = pad(batch, self.spec.signature)

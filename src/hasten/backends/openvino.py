@@ -69,7 +69,7 @@ class OpenVino:
                 # at 8×128), and loading has to widen them before it can repack them.
                 openvino.save_model(model, directory / f"{name}.xml", compress_to_fp16=False)
             except RuntimeError as error:
-                raise StageError(f"OpenVINO cannot read the graph '{name}': {error}") from error
+                raise StageError(f"OpenVINO cannot read the graph '{name}': {_why(error)}") from error
             graphs[name] = f"{name}.xml"
         return Artifact(variant, source.signature, directory, graphs)
 
@@ -121,17 +121,19 @@ class _Session(PaddedSession):
         try:
             compiled = _compile(artifact.path(MODEL), artifact.variant.precision, options.thread_count)
         except RuntimeError as error:
-            raise StageError(f"OpenVINO cannot load {artifact.variant}: {error}") from error
+            raise StageError(f"OpenVINO cannot load {artifact.variant}: {_why(error)}") from error
         self._request: Any = compiled.create_infer_request()
         # All names: an input whose cast was optimized away answers to the cast's name too, and that may come first.
         self._feeds = {name for entry in compiled.inputs for name in entry.get_names()}
-        self._places = {spec.name: compiled.output(spec.name).index for spec in artifact.signature.outputs}
+        # Not an output's own index, which counts the outputs of the node it comes from.
+        places = {name: place for place, entry in enumerate(compiled.outputs) for name in entry.get_names()}
+        self._places = {spec.name: places[spec.name] for spec in artifact.signature.outputs}
         self.spec = SessionSpec(artifact.signature, Layout.PADDED, CPU, _executed_precision(compiled))
 
     def close(self) -> None:
         self._request = None
 
-    def run(self, batch: Batch) -> Outputs:
+    def run_padded(self, batch: Batch) -> Outputs:
         if self._request is None:
             raise StageError("the session is closed")
         feeds = pad(batch, self.spec.signature)
@@ -140,10 +142,16 @@ class _Session(PaddedSession):
                 {name: value for name, value in feeds.items() if name in self._feeds}, share_inputs=True
             )
         except RuntimeError as error:
-            raise StageError(f"OpenVINO failed on a batch of {len(batch)}: {error}") from error
+            raise StageError(f"OpenVINO failed on a batch of {len(batch)}: {_why(error)}") from error
         # Copied: the request owns the buffer and the next run overwrites it.
         outputs = {name: self._request.get_output_tensor(place).data.copy() for name, place in self._places.items()}
         return unpad(outputs, batch, self.spec.signature)
+
+
+def _why(error: RuntimeError) -> str:
+    """The last line of its message: those before name the places in its source it came through."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__
 
 
 def _executed_precision(compiled: Any) -> str:

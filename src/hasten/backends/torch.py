@@ -97,7 +97,7 @@ class ModuleSession(PaddedSession):
         names = {"float32": Precision.FP32, "float16": Precision.FP16, "bfloat16": Precision.BF16}
         self.spec = SessionSpec(artifact.signature, Layout.PADDED, CPU, names.get(precision, precision))
 
-    def run(self, batch: Batch) -> Outputs:
+    def run_padded(self, batch: Batch) -> Outputs:
         import torch
 
         feeds = {name: torch.from_numpy(value) for name, value in pad(batch, self.spec.signature).items()}

@@ -163,7 +163,14 @@ class _Build:
             )
 
         with self._stage("optimize") as notes:
-            graphs = apply_passes(exported, self.work, loaded.config, external_data=_is_large(exported), made=made)
+            graphs = apply_passes(
+                exported,
+                self.work,
+                loaded.config,
+                external_data=_is_large(exported),
+                pads_left=loaded.signature.pads_left,
+                made=made,
+            )
             self.passes += graphs.passes
             notes += dict.fromkeys(note for done in graphs.passes for note in done.notes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hasten.builder.cross_encoder import is_cross_encoder
 from hasten.builder.source import ModelDirectory
 from hasten.core.errors import PlanError
 from hasten.core.plan import Plan
@@ -25,17 +26,14 @@ def detect_task(model: ModelDirectory, plan: Plan) -> AnyTask:
     task = TASKS.get(meant)
     # Where a configuration names no class, a task that was asked for is believed; a head that is missing shows later.
     if task.heads and model.architecture and not model.architecture.endswith(task.heads):
-        fits = f"; it fits {found}" if found else ""
+        fits = f"; it fits {found}" if found and found != task.name else ""
         raise PlanError(f"{model.id} is a {model.architecture}, which has no head for {task.name}{fits}")
     return task
 
 
 def _find(model: ModelDirectory) -> str | None:
     """What the model's files say, sentence-transformers' first: they tell more than the name of a class."""
-    # In the model's configuration until version 5, in a file of their own since.
-    about = model.json("config_sentence_transformers.json") or {}
-    is_ranker = "sentence_transformers" in model.config or about.get("model_type") == "CrossEncoder"
-    if is_ranker and model.architecture.endswith("ForSequenceClassification"):
+    if is_cross_encoder(model):
         return RANKING
     detected = [task for task in TASKS.all() if task.is_detected]
     by_class = next((task.name for task in detected if model.architecture.endswith(task.heads)), None)

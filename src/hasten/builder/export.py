@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +35,7 @@ def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERN
 
     module, signature = loaded.module, loaded.signature
     names = [spec.name for spec in signature.inputs]
-    feeds = example(names, loaded.tokenizer.pad_id, signature.mask_id)
+    feeds = example(names, loaded.tokenizer.pad_id, signature.mask_id, pads_left=signature.pads_left)
     axes = {
         spec.name: {place: name for place, name in enumerate(spec.shape) if isinstance(name, str)}
         for spec in (*signature.inputs, *signature.outputs)
@@ -41,7 +43,7 @@ def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERN
     parts = file.parent / "export"
     parts.mkdir()
     # Eager attention is the one form ONNX Runtime's fusion recognises: SDPA's export hides it behind IsNaN and Where.
-    with quiet_libraries(), _attention(module.model, "eager"), torch.inference_mode():
+    with quiet_libraries(), _silent_stdout(), _attention(module.model, "eager"), torch.inference_mode():
         module.has_additive_mask = _takes_additive_mask(module, feeds)
         try:
             # The tracing exporter: nine times faster than dynamo's, and fusion finds attention only in its graphs
@@ -63,6 +65,7 @@ def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERN
             # torch.onnx.export leaves modules in train mode in some versions; a reference with dropout is no reference.
             module.eval()
             module.has_additive_mask = False
+    _take_branches(parts / file.name, feeds)
     graph = onnx.load(parts / file.name)
     graph.ir_version = IR_VERSION
     is_large = sum(part.stat().st_size for part in parts.iterdir()) > external_data_bytes
@@ -95,6 +98,49 @@ def _takes_additive_mask(module: Exportable, feeds: Mapping[str, Any]) -> bool:
         module.has_additive_mask = False
 
 
+def _take_branches(file: Path, feeds: Mapping[str, Any]) -> None:
+    """Put the branch that the example takes in the place of each If.
+
+    Tracing does so with Python's own, but parts of DeBERTa are scripted and keep theirs, whose rank OpenVINO then does
+    not know. They ask whether queries are as many as keys; one that asks about more, `check_graph` finds.
+    """
+    import onnx
+    import onnxruntime
+
+    asking = file.with_name("branches.onnx")
+    while True:
+        model = onnx.load(file, load_external_data=False)
+        nodes = list(model.graph.node)
+        conditions = sorted({node.input[0] for node in nodes if node.op_type == "If"})
+        if not conditions:
+            return
+        del model.graph.output[:]
+        model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in conditions)
+        onnx.save(model, asking)
+        session = onnxruntime.InferenceSession(str(asking), providers=["CPUExecutionProvider"])
+        wanted = {entry.name for entry in session.get_inputs()}
+        given = {name: value.numpy() for name, value in feeds.items() if name in wanted}
+        answers = dict(zip(conditions, session.run(conditions, given), strict=True))
+        model = onnx.load(file, load_external_data=False)
+        del model.graph.node[:]
+        for node in nodes:
+            model.graph.node.extend(_branch(node, bool(answers[node.input[0]])) if node.op_type == "If" else [node])
+        onnx.save(model, file)
+
+
+def _branch(node: Any, answer: bool) -> list[Any]:
+    """The nodes of one branch, their results under the names of the whole."""
+    import onnx
+
+    name = "then_branch" if answer else "else_branch"
+    graph = next(attribute.g for attribute in node.attribute if attribute.name == name)
+    results = [
+        onnx.helper.make_node("Identity", [inner.name], [outer])
+        for inner, outer in zip(graph.output, node.output, strict=True)
+    ]
+    return [*graph.node, *results]
+
+
 @contextmanager
 def _attention(model: Any, implementation: str) -> Iterator[None]:
     """Another attention implementation for a while, where the model has a choice."""
@@ -107,6 +153,20 @@ def _attention(model: Any, implementation: str) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+@contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """Where an operator has no counterpart, torch writes the whole graph to the descriptor that is for results."""
+    sys.stdout.flush()
+    before = os.dup(1)
+    try:
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
 
 
 def _remove(folder: Path) -> None:

@@ -38,6 +38,21 @@ _OLDEST_OPSET = 11
 _PACKED = ("MatMulNBits", "MatMulBnb4", "GatherBlockQuantized")
 
 
+# RoBERTa and its kin count positions from behind that of padding, so texts are shorter than the table. A module's own
+# table says so; of a graph, the architecture does.
+_COUNTING_FROM_PADDING = (
+    "camembert",
+    "data2vec-text",
+    "longformer",
+    "mpnet",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedGraph(Loaded):
     """A model that came as a graph, completed for its task."""
@@ -85,7 +100,8 @@ def load_graph(model: ModelDirectory, plan: Plan, file: Path) -> LoadedGraph:
         notes.append("its half-precision weights widened to fp32")
     found = [output.name for output in graph.graph.output]
     layout = _layout(model, plan, found) if task.name == EMBEDDING else None
-    facts = read_facts(inputs, config, tokenizer, task, layout, model)
+    reserved = config.pad_token_id + 1 if config.model_type in _COUNTING_FROM_PADDING else 0
+    facts = read_facts(inputs, config, tokenizer, task, layout, model, reserved)
     for name in inputs:
         if name not in facts.inputs:
             attach.zeros(graph, name, like="input_ids")  # as transformers does where a tokenizer gives no types

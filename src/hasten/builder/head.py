@@ -100,14 +100,15 @@ class _MaskRows:
         return outputs
 
 
-def example(inputs: Sequence[str], pad_id: int, mask_id: int | None) -> dict[str, Tensor]:
+def example(inputs: Sequence[str], pad_id: int, mask_id: int | None, *, pads_left: bool = False) -> dict[str, Tensor]:
     """Two rows of different length, so that no size is traced as one and the mask matters."""
     lengths = torch.tensor([7, 5])
     mask = torch.arange(7) < lengths[:, None]
+    mask = mask.flip(1) if pads_left else mask
     feeds = {name: torch.zeros((2, 7), dtype=torch.int32) for name in inputs}
     feeds["input_ids"] = torch.where(mask, 5, pad_id).int()
     if mask_id is not None:
-        feeds["input_ids"][[0, 0, 1], [2, 4, 1]] = mask_id
+        feeds["input_ids"][[0, 0, 1], [2, 4, 3]] = mask_id
     feeds["attention_mask"] = mask.int()
     return feeds
 

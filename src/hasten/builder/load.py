@@ -7,12 +7,13 @@ import logging
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.backends import Source
 from hasten.builder.adapter import load_adapted
+from hasten.builder.cross_encoder import read_cross_encoder
 from hasten.builder.detect import EMBEDDING, RANKING, detect_task
 from hasten.builder.sentence_layout import SentenceLayout, read_layout
 from hasten.builder.source import ModelDirectory
@@ -21,6 +22,7 @@ from hasten.core.plan import Plan
 from hasten.core.tensors import ATTENTION_MASK, BATCH, MASKS, SEQUENCE, DType, Signature, TensorSpec
 from hasten.core.tokenizer import TokenizerSpec
 from hasten.core.variant import Precision, Variant
+from hasten.measure.verify import FP32_TOLERANCE
 from hasten.tasks import AnyTask, TaskSpec
 
 if TYPE_CHECKING:
@@ -30,16 +32,6 @@ if TYPE_CHECKING:
 _NO_LIMIT = 1_000_000
 
 _TYPES = "token_type_ids"
-
-# Architectures whose position table is longer than the texts they take: the first positions are reserved for padding.
-_RESERVED_POSITIONS = {
-    "roberta": 2,
-    "xlm-roberta": 2,
-    "camembert": 2,
-    "mpnet": 2,
-    "longformer": 2,
-    "xlm-roberta-xl": 2,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,18 +151,25 @@ def describe(
     model: ModelDirectory,
 ) -> LoadedModel:
     """Everything the rest of the build needs to know, gathered once."""
+    from hasten.builder.head import example
+
+    if getattr(module.config, "attention_type", None) == "block_sparse":
+        raise UnsupportedError(
+            f"{model.id} attends to long texts in blocks and to short ones in full, which is more than one graph",
+            hint='with "attention_type": "original_full" in its config.json it attends in full to all',
+        )
     accepted = set(inspect.signature(module.forward).parameters)
-    facts = read_facts(accepted, module.config, tokenizer, task, layout, model)
+    facts = read_facts(accepted, module.config, tokenizer, task, layout, model, _reserved_positions(module))
     exportable = _exportable(module.eval(), facts.inputs, task, layout, facts.mask_id)
+    feeds = example(facts.inputs, facts.tokenizer.pad_id, facts.mask_id, pads_left=facts.pads_left)
+    outputs, ignores_padding = _try(exportable, task, feeds)
+    # 32 bits hold every id, and what is half as wide is copied in half the time.
+    signature = facts.signature(dict.fromkeys(facts.inputs, DType.INT32), outputs)
     return LoadedModel(
         task=facts.task,
         tokenizer=facts.tokenizer,
         original_tokenizer=tokenizer,
-        signature=facts.signature(
-            # 32 bits hold every id, and what is half as wide is copied in half the time.
-            dict.fromkeys(facts.inputs, DType.INT32),
-            _outputs(exportable, task, facts.tokenizer.pad_id, facts.mask_id),
-        ),
+        signature=replace(signature, ignores_padding=ignores_padding),
         config=module.config,
         architecture=type(module).__name__,
         module=exportable,
@@ -184,6 +183,7 @@ def read_facts(
     task: AnyTask,
     layout: SentenceLayout | None,
     model: ModelDirectory,
+    reserved_positions: int,
 ) -> Facts:
     """`accepted` are the names of the inputs that the model takes."""
     if not getattr(tokenizer, "is_fast", False):
@@ -198,14 +198,17 @@ def read_facts(
         raise UnsupportedError(f"{model.id} takes no token ids: hasten handles text models")
     if not task.takes_pairs and not any(tokenizer("a text").get(_TYPES, ())):
         columns = [name for name in columns if name != _TYPES]
-    limit = _max_length(config, tokenizer, layout)
+    limit = _max_length(config, tokenizer, layout, reserved_positions)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     pads_left = tokenizer.padding_side == "left"
     mask_id = _mask_id(tokenizer, model) if MASKS in task.axes else None
     if layout is not None:
         pads_left = False  # pooling reads rows from their first position (builder/head.py)
+    spec = _task_spec(task, config, tokenizer, layout)
+    if task.name == RANKING:
+        spec = read_cross_encoder(model, tokenizer, spec)
     return Facts(
-        task=_task_spec(task, config, tokenizer, layout, model),
+        task=spec,
         tokenizer=TokenizerSpec(
             inputs=("input_ids", *(name for name in columns if name != "input_ids")),
             max_length=limit,
@@ -235,21 +238,31 @@ def _exportable(
     return Exportable(module, inputs, task.outputs)
 
 
-def _outputs(module: Exportable, task: AnyTask, pad_id: int, mask_id: int | None) -> tuple[TensorSpec, ...]:
-    """Their widths as the module itself shows them: configurations have a name for each in every architecture."""
+def _try(module: Exportable, task: AnyTask, feeds: Mapping[str, Any]) -> tuple[tuple[TensorSpec, ...], bool]:
+    """What a padded batch and its padded row alone show: the outputs' widths, and whether padding is ignored.
+
+    Widths come from the module itself because configurations have a name for each in every architecture.
+    """
     import torch
 
-    from hasten.builder.head import example
-
+    real = feeds[ATTENTION_MASK][1].bool()
+    alone = {name: value[1:, real] for name, value in feeds.items()}
     try:
         with quiet_libraries(), torch.inference_mode():
-            results = module(**example(module.inputs, pad_id, mask_id))
+            results, expected = module(**feeds), module(**alone)
     except Exception as error:  # a model raises what its author chose to
         raise StageError(f"{type(module.model).__name__} fails on its first batch: {first_line(error)}") from error
-    return tuple(
+    outputs = tuple(
         TensorSpec(name, DType.FLOAT32, (*task.axes, *result.shape[len(task.axes) :]))
         for name, result in zip(task.outputs, results, strict=True)
     )
+    ignores_padding = True
+    for batched, single in zip(results, expected, strict=True):
+        # The last rows are the second text's, whatever a row is: a text, or a mask token of it.
+        own = batched[-len(single) :]
+        own = own[:, real] if SEQUENCE in task.axes else own
+        ignores_padding &= bool(torch.allclose(own, single, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE))
+    return outputs, ignores_padding
 
 
 def _mask_id(tokenizer: Any, model: ModelDirectory) -> int:
@@ -269,7 +282,13 @@ def save_tokenizer(loaded: Loaded, file: Path) -> None:
     """The tokenizer as one file that needs no transformers."""
     import tokenizers
 
-    backend = tokenizers.Tokenizer.from_str(loaded.original_tokenizer.backend_tokenizer.to_str())
+    try:
+        backend = tokenizers.Tokenizer.from_str(loaded.original_tokenizer.backend_tokenizer.to_str())
+    except Exception as error:  # the library raises bare Exception
+        raise UnsupportedError(
+            f"the tokenizer ({type(loaded.original_tokenizer).__name__}) has parts written in Python,"
+            f" and bundles are served without transformers: {first_line(error)}"
+        ) from error
     backend.no_padding()
     backend.no_truncation()
     backend.save(str(file))
@@ -284,9 +303,7 @@ def _lowercase_first(tokenizer: Any) -> None:
     backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
 
 
-def _task_spec(
-    task: AnyTask, config: Any, tokenizer: Any, layout: SentenceLayout | None, model: ModelDirectory
-) -> TaskSpec:
+def _task_spec(task: AnyTask, config: Any, tokenizer: Any, layout: SentenceLayout | None) -> TaskSpec:
     if layout is not None:
         return TaskSpec(
             task.name,
@@ -302,35 +319,29 @@ def _task_spec(
         labels=tuple(str(config.id2label[index]) for index in labels),
         problem=config.problem_type or "" if labels else "",
         mask_token=tokenizer.mask_token if MASKS in task.axes else "",
-        activation=_activation(config, model) if task.name == RANKING else "",
     )
 
 
-def _activation(config: Any, model: ModelDirectory) -> str:
-    """What a cross-encoder's file says its scores are made with, in the words of text-classification's options."""
-    about = model.json("config_sentence_transformers.json") or getattr(config, "sentence_transformers", None) or {}
-    given = about.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None)
-    if given is None:
-        return "sigmoid" if config.num_labels == 1 else "none"
-    name = str(given).rsplit(".", 1)[-1].lower()
-    known = {"identity": "none", "sigmoid": "sigmoid", "softmax": "softmax"}
-    if name not in known:
-        raise UnsupportedError(f"its scores go through '{given}', which hasten does not know")
-    return known[name]
-
-
-def _max_length(config: Any, tokenizer: Any, layout: SentenceLayout | None) -> int:
+def _max_length(config: Any, tokenizer: Any, layout: SentenceLayout | None, reserved_positions: int) -> int:
     """The smallest of all limits that are real."""
     limits = []
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:
-        limits.append(positions - _RESERVED_POSITIONS.get(config.model_type, 0))
+        limits.append(positions - reserved_positions)
     # As in sentence-transformers, a layout's own limit takes the place of the tokenizer's, even a longer one.
     if layout is not None and layout.max_length:
         limits.append(layout.max_length)
     elif tokenizer.model_max_length < _NO_LIMIT:
         limits.append(int(tokenizer.model_max_length))
     return min(limits) if limits else 512
+
+
+def _reserved_positions(module: Any) -> int:
+    """RoBERTa and its kin count from behind the position of padding, so texts are shorter than the table."""
+    for name, part in module.named_modules():
+        if name.endswith("position_embeddings") and (padding := getattr(part, "padding_idx", None)) is not None:
+            return int(padding) + 1
+    return 0
 
 
 @contextmanager

@@ -13,9 +13,10 @@ from typing import Any
 from hasten.core.errors import StageError, missing_package
 from hasten.core.report import Unfused
 
-# What an architecture needs beyond the general case: the family whose fusion patterns fit it.
-_FUSION_FAMILY: dict[str, str] = {}
-_GENERAL = "bert"
+# The only one of ONNX Runtime's families whose patterns find an encoder's attention. Where they do not (relative
+# positions added to it, rotary embeddings, one product for query, key and value), none of the others' do either:
+# docs/reference/support.md tells the layers fused.
+_FAMILY = "bert"
 
 # The operators that are gone where a fusion succeeded, and what they are a part of.
 _SIGNS = {"Softmax": "attention", "Erf": "GELU"}
@@ -29,12 +30,18 @@ _WHY_NO_ATTENTION = {
     "deberta-v2": _RELATIVE,
     "eurobert": _ROTARY,
     "gemma3_text": _ROTARY,
+    "gte": _ROTARY,
+    "jina_embeddings_v3": _ROTARY,
+    "luke": "words and entities attend to each other in one",
     "mobilebert": "its queries and values come from different tensors",
     "modernbert": _ROTARY,
     "mpnet": _RELATIVE,
     "nomic_bert": _ROTARY,
+    "nystromformer": "it is approximated, or convolutions stand beside it",
     "roformer": _ROTARY,
     "squeezebert": "convolutions take the place of its matrix products",
+    "xlnet": _RELATIVE,
+    "yoso": "it is approximated",
 }
 _UNKNOWN = "unknown"
 
@@ -61,20 +68,7 @@ class Fusions:
         )
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The optimizer's loggers go by other names than its modules; what shapes it cannot infer it prints to stdout."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with redirect_stdout(StringIO()):
-            yield
-    finally:
-        logging.disable(before)
-
-
-@_quiet()
-def fuse(graph: Path, file: Path, config: Any, *, external_data: bool) -> Fusions:
+def fuse(graph: Path, file: Path, config: Any, *, external_data: bool, pads_left: bool = False) -> Fusions:
     try:
         import onnx
         from onnxruntime.transformers import optimizer
@@ -82,18 +76,24 @@ def fuse(graph: Path, file: Path, config: Any, *, external_data: bool) -> Fusion
     except ImportError as error:
         raise missing_package(error.name or "onnx", "optimizing", "build") from error
 
-    family = _FUSION_FAMILY.get(config.model_type, _GENERAL)
-    before = len(onnx.load(graph, load_external_data=False).graph.node)
+    options = FusionOptions(_FAMILY)
+    # By default it counts the mask's ones and takes as many positions from the first on.
+    options.use_raw_attention_mask(pads_left)
+    source = onnx.load(graph)
+    before = len(source.graph.node)
+    _order_sums(source.graph)
+    heads = int(getattr(config, "num_attention_heads", 0))
     try:
-        model = optimizer.optimize_model(
-            str(graph),
-            model_type=family,
-            num_heads=int(getattr(config, "num_attention_heads", 0)),
-            hidden_size=int(getattr(config, "hidden_size", 0)),
-            optimization_options=FusionOptions(family),
-            # The session repeats the general passes when it loads, fitted to the machine it then runs on.
-            opt_level=0,
-        )
+        with _quiet_optimizer():
+            model = optimizer.optimize_model(
+                source,
+                model_type=_FAMILY,
+                num_heads=heads,
+                hidden_size=int(config.hidden_size) if heads else 0,
+                optimization_options=options,
+                # The session repeats the general passes when it loads, fitted to the machine it then runs on.
+                opt_level=0,
+            )
         counts = {name: count for name, count in model.get_fused_operator_statistics().items() if count}
         model.save_model_to_file(str(file), use_external_data_format=external_data)
     except Exception as error:
@@ -111,3 +111,28 @@ def unfused(nodes: Iterable[Any], model_type: str) -> tuple[Unfused, ...]:
         for node in nodes
         if (what := _SIGNS.get(node.op_type))
     )
+
+
+def _order_sums(graph: Any) -> None:
+    """Of two terms that are sums themselves, the one computed later first.
+
+    The patterns follow the first of them alone, and it must be the attention's output, not the layer's input: ALBERT
+    and Megatron-BERT write it last, and their first layer stayed as it was.
+    """
+    place = {output: index for index, node in enumerate(graph.node) for output in node.output}
+    sums = {node.output[0] for node in graph.node if node.op_type == "Add"}
+    for node in graph.node:
+        if node.op_type == "Add" and sums.issuperset(node.input) and place[node.input[0]] < place[node.input[1]]:
+            node.input[:] = [node.input[1], node.input[0]]
+
+
+@contextmanager
+def _quiet_optimizer() -> Iterator[None]:
+    """It prints where its inference of shapes gives up, and logs to the root."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stdout(StringIO()):
+            yield
+    finally:
+        logging.disable(before)

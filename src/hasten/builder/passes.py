@@ -35,6 +35,7 @@ def apply_passes(
     config: Any,
     *,
     external_data: bool,
+    pads_left: bool = False,
     made: Mapping[Dialect, Sequence[str]] | None = None,
 ) -> Graphs:
     """Each pass writes into a folder of its own; `made` names the variants that start from each dialect."""
@@ -48,7 +49,7 @@ def apply_passes(
     pruning = prune(folded, plain, external_data=external_data)
     passes.append(record("prune", folded, plain, variants=onnx, notes=pruning.notes()))
     # Fused first and pruned then: fusion knows attention only while queries, keys and values have the same rows.
-    fusions = fuse(folded, whole, config, external_data=external_data)
+    fusions = fuse(folded, whole, config, external_data=external_data, pads_left=pads_left)
     passes.append(record("fuse", folded, whole, variants=ort, notes=fusions.notes(), left=fusions.left))
     pruning = prune(whole, fused, external_data=external_data, plain=folded)
     passes.append(record("prune", whole, fused, variants=ort, notes=pruning.notes()))

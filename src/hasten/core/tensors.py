@@ -58,6 +58,8 @@ class Signature:
     outputs: tuple[TensorSpec, ...]
     max_length: int
     pads_left: bool = False
+    # Whether a row is answered alike with padding beside it; some convolutions see it, whatever the mask says.
+    ignores_padding: bool = True
     # The mask token, where outputs are of it alone.
     mask_id: int | None = None
 
@@ -124,6 +126,11 @@ class Batch:
             for name, column in rows.items()
         }
         return cls(values, lengths)
+
+    @classmethod
+    def concatenate(cls, batches: Sequence[Batch]) -> Batch:
+        values = {name: np.concatenate([batch.values[name] for batch in batches]) for name in batches[0].values}
+        return cls(values, np.concatenate([batch.lengths for batch in batches]))
 
     def take(self, rows: IntArray) -> Batch:
         """The given rows, in the given order."""

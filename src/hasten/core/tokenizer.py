@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -79,6 +80,38 @@ class Tokenizer:
     def join(self, first: Encoding, second: Encoding | None = None) -> Encoding:
         """One row of parts that fit together, with the special tokens around them."""
         return self._backend.post_process(first, second)
+
+    def join_each(self, first: Encoding, seconds: Sequence[Encoding]) -> Tokens:
+        """A row for each second, all with the same first, which alone is cut: each second must leave it some room."""
+        room = self.spec.max_length - self.special_tokens(is_pair=True)
+        by_length: dict[int, list[int]] = {}
+        for row, second in enumerate(seconds):
+            by_length.setdefault(len(second), []).append(row)
+        batches: list[Batch] = []
+        truncated: list[int] = []
+        for length, rows in by_length.items():
+            is_cut = len(first) + length > room
+            truncated += rows if is_cut else ()
+            joined = self.join(self.cut(first, room - length) if is_cut else first, seconds[rows[0]])
+            # Seconds of one length make rows that differ in their own tokens alone: ten thousand need a few joins.
+            columns = {
+                name: np.tile(np.array(getattr(joined, column), np.int32), (len(rows), 1))
+                for name, column in _COLUMNS.items()
+            }
+            is_second = [sequence == 1 for sequence in joined.sequence_ids]
+            columns["input_ids"][:, is_second] = [seconds[row].ids for row in rows]
+            values = {name: columns[name].ravel() for name in self.spec.inputs}
+            batches.append(Batch(values, np.full(len(rows), len(joined), np.int32)))
+        order = np.argsort(np.concatenate(list(by_length.values())))
+        return Tokens(Batch.concatenate(batches).take(order), tuple(sorted(truncated)), ())
+
+    def cut(self, encoding: Encoding, length: int) -> Encoding:
+        """Its first tokens, or its last where the model reads those."""
+        rest = Encoding.merge([encoding], growing_offsets=False)
+        # Cut from the other end, and keep what is cut off: what `truncate` leaves drags the rest along into every join.
+        rest.truncate(len(encoding) - length, direction="right" if self.spec.truncates_left else "left")
+        kept = rest.overflowing
+        return Encoding.merge(kept if self.spec.truncates_left else kept[::-1], growing_offsets=False)
 
     def special_tokens(self, *, is_pair: bool) -> int:
         """How many tokens `join` adds."""

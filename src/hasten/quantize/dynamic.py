@@ -7,6 +7,9 @@ from pathlib import Path
 
 from hasten.core.errors import StageError
 
+# The place of the positions among what EmbedLayerNormalization takes.
+_POSITIONS = 8
+
 
 def quantize_dynamic(graph: Path, file: Path, *, external_data: bool) -> None:
     import onnx
@@ -22,6 +25,7 @@ def quantize_dynamic(graph: Path, file: Path, *, external_data: bool) -> None:
             file,
             per_channel=True,
             weight_type=QuantType.QInt8,
+            nodes_to_exclude=_with_positions(graph),
             use_external_data_format=external_data,
             # Fused operators have no shape inference, so the quantizer is told what their tensors are.
             extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
@@ -30,3 +34,11 @@ def quantize_dynamic(graph: Path, file: Path, *, external_data: bool) -> None:
         raise StageError(f"dynamic quantization failed: {error}") from error
     finally:
         logging.disable(before)
+
+
+def _with_positions(graph: Path) -> list[str]:
+    """Embeddings that are told their positions, as RoBERTa's: their quantized form is not, and counts from zero."""
+    import onnx
+
+    nodes = onnx.load(graph, load_external_data=False).graph.node
+    return [node.name for node in nodes if node.op_type == "EmbedLayerNormalization" and any(node.input[_POSITIONS:])]

@@ -256,7 +256,7 @@ class _Cutter:
     def windows(self, question: Encoding, context: Encoding, place: int) -> list[Encoding]:
         truncates_left = self.tokenizer.spec.truncates_left
         if self.question_limit is not None and len(question) > self.question_limit:
-            question = _kept(question, self.question_limit, truncates_left)
+            question = self.tokenizer.cut(question, self.question_limit)
         room = self.length - self.tokenizer.special_tokens(is_pair=True) - len(question)
         if len(context) > room:
             self._check_room(room, len(question), len(context), place)
@@ -287,13 +287,6 @@ class _Cutter:
                 " tokens being the most",
                 hint="a shorter context or question, a smaller doc_stride or a greater max_seq_len",
             )
-
-
-def _kept(encoding: Encoding, count: int, truncates_left: bool) -> Encoding:
-    """The end that is kept of a text, alone: what `truncate` itself leaves drags the rest along into every join."""
-    encoding.truncate(len(encoding) - count, direction="right" if truncates_left else "left")
-    parts = encoding.overflowing
-    return Encoding.merge(parts if truncates_left else parts[::-1], growing_offsets=False)
 
 
 def _is_several(payload: object) -> TypeGuard[Mapping[str, object]]:

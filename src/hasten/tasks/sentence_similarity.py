@@ -51,16 +51,7 @@ class SentenceSimilarity:
 
     def options(self, spec: TaskSpec, given: Mapping[str, object]) -> Options:
         asked = read_options(_Given, given)
-        if asked.prompt is not None:
-            return Options(checked_text(asked.prompt, "the prompt", may_be_empty=True))
-        name = asked.prompt_name or spec.default_prompt
-        if name is None:
-            return Options("")
-        if name not in spec.prompts:
-            raise InputError(
-                f"the model has no prompt '{name}'", hint=f"its prompts: {', '.join(spec.prompts) or 'none'}"
-            )
-        return Options(spec.prompts[name])
+        return Options(chosen_prompt(spec, asked.prompt_name, asked.prompt))
 
     def encode(self, items: Sequence[Text], tokenizer: Tokenizer, options: Options) -> Encoded:
         """One row a text; a pair is two rows of one item."""
@@ -128,6 +119,18 @@ class SentenceSimilarity:
             top_k_overlap=_neighbour_overlap(near_ours, near_theirs),
             worst=tuple(int(encoded.item_of_row[row]) for row in np.argsort(cosines)[:3]),
         )
+
+
+def chosen_prompt(spec: TaskSpec, name: str | None, prompt: str | None) -> str:
+    """The prompt that was given, the model's by its name, or its default."""
+    if prompt is not None:
+        return checked_text(prompt, "the prompt", may_be_empty=True)
+    name = name or spec.default_prompt
+    if name is None:
+        return ""
+    if name not in spec.prompts:
+        raise InputError(f"the model has no prompt '{name}'", hint=f"its prompts: {', '.join(spec.prompts) or 'none'}")
+    return spec.prompts[name]
 
 
 def _are_alike(answers: Sequence[FloatArray | float]) -> bool:

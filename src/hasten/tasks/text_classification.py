@@ -83,7 +83,7 @@ class TextClassification:
         return Encoded(tokens.batch, np.arange(len(items)), len(items), tokens.truncated, tokens.encodings)
 
     def decode(self, outputs: Outputs, encoded: Encoded, options: Options) -> list[Answer]:
-        scores = _scores(outputs[LOGITS], options.scoring)
+        scores = apply_scoring(outputs[LOGITS], options.scoring)
         if options.is_single:
             best = scores.argmax(axis=1)
             return [
@@ -175,7 +175,7 @@ def _is_regression(spec: TaskSpec) -> bool:
     return spec.problem == REGRESSION or len(spec.labels) == 1
 
 
-def _scores(logits: FloatArray, scoring: Scoring) -> FloatArray:
+def apply_scoring(logits: FloatArray, scoring: Scoring) -> FloatArray:
     logits = logits.astype(np.float32)
     if scoring is Scoring.NONE:
         return logits
