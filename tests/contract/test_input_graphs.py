@@ -165,7 +165,7 @@ def load_given(tmp_path: Path) -> Callable[..., Any]:
 
 
 def test_weights_win_unless_the_graph_is_asked_for(
-    tiny_classifier: Any, classifier: Path, quick_build: Any, tmp_path: Path
+    tiny_classifier: Any, classifier: Path, quick_build: Any, load_given: Any, tmp_path: Path
 ) -> None:
     model = copied(tiny_classifier("bert"), tmp_path)
     (model / "onnx").mkdir()
@@ -174,13 +174,19 @@ def test_weights_win_unless_the_graph_is_asked_for(
     assert plain.manifest.model.file is None
     assert plain.report.bench.baseline == "torch-fp32"
     assert "not onnx/model.onnx (--file-name takes a graph)" in stages(plain)["load"]
-    asked = quick_build(model, variants=[ORT_FP32], file_name="onnx/model.onnx")
-    assert asked.manifest.model.file == "onnx/model.onnx"
-    assert asked.report.bench.baseline == "graph-fp32"
+    asked = load_given(model, file_name="onnx/model.onnx")
+    assert asked.notes[0].startswith("onnx/model.onnx as given")
+    assert asked.baseline.name == "graph-fp32"
 
 
 def test_weights_beside_the_graph_travel(
-    classifier: Path, quick_build: Any, load_given: Any, pipeline: Any, corpus: tuple[str, ...], tmp_path: Path
+    classifier: Path,
+    quick_build: Any,
+    load_given: Any,
+    pipeline: Any,
+    corpus: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import onnx
 
@@ -193,6 +199,14 @@ def test_weights_beside_the_graph_travel(
     np.testing.assert_allclose(
         scores(answers(bundle, list(corpus), top_k=None)), scores(pipeline(list(corpus))), atol=1e-4
     )
+    monkeypatch.setattr("hasten.builder.given.EXTERNAL_DATA_BYTES", 0)
+    monkeypatch.setattr("hasten.builder.build.EXTERNAL_DATA_BYTES", 0)
+    large = quick_build(model, variants=["graph-fp32", ORT_FP32], keep="all")
+    assert "graph/model.onnx.data" in large.manifest.files
+    for variant in ("graph-fp32", ORT_FP32):
+        np.testing.assert_allclose(
+            scores(answers(large, list(corpus), variant, top_k=None)), scores(pipeline(list(corpus))), atol=1e-4
+        )
     (model / "model.onnx_data").unlink()
     with pytest.raises(StageError, match=r"model\.onnx does not load"):
         load_given(model)
@@ -229,7 +243,7 @@ def test_token_types_nobody_gives_are_zeros(
 # ---- graphs of embeddings
 
 
-@pytest.mark.parametrize("layout", ["normalized", "dense", "sentence_embedding"])
+@pytest.mark.parametrize("layout", ["dense", "sentence_embedding"])
 def test_a_graph_that_embeds(
     tiny_embedder: Any, export_onnx: Exporter, quick_build: Any, corpus: tuple[str, ...], layout: str
 ) -> None:

@@ -150,16 +150,12 @@ def test_a_cross_encoder(tiny_classifier: Any, quick_build: Any, corpus: tuple[s
     np.testing.assert_allclose(ours[:, 0], theirs, atol=1e-4)
 
 
-def test_a_cross_encoders_own_files_say_that_it_ranks(tiny_classifier: Any, tmp_path: Path) -> None:
+def test_a_cross_encoder_is_known_for_one(tiny_classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from sentence_transformers import CrossEncoder
 
-    from hasten.builder.detect import RANKING, _find
-    from hasten.builder.source import find_model
-    from hasten.core.plan import Plan
-
     model = CrossEncoder(str(tiny_classifier("bert", labels=("spam",))), device="cpu", local_files_only=True)
-    model.save_pretrained(str(tmp_path / "model"), create_model_card=False)
-    assert _find(find_model(Plan(str(tmp_path / "model")))) == RANKING
+    monkeypatch.setattr("hasten.builder.build._Build.run", lambda build: build.about)
+    assert hasten.build(model).task == "text-ranking"
 
 
 def test_without_a_place_its_name_is_one_in_the_cache(
