@@ -32,8 +32,13 @@ class Predictor:
         self.session = session
         self._lock = threading.Lock()
 
-    def __call__(self, payload: object, **given: object) -> Any:
-        """Answers in the shape of the payload: one text or a list of texts, options as the task knows them."""
+    def __call__(self, payload: object = None, **given: object) -> Any:
+        """Answers in the shape of the payload: one text or a list of texts, options as the task knows them.
+
+        Where an item is more than a text, its fields may be given by name: `answer(question=…, context=…)`.
+        """
+        if payload is None:
+            payload = {name: given.pop(name) for name in self.task.fields if name in given}
         options = self.task.options(self.spec, given)
         encoded = self.task.encode(self.task.parse(payload), self.tokenizer, options)
         if encoded.truncated:

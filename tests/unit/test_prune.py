@@ -252,3 +252,24 @@ def test_a_feature_is_not_a_token(tmp_path: Path) -> None:
     graph = Graph()
     graph.save(graph.product("hidden"), tmp_path / "whole.onnx", axis=2)
     assert prune(tmp_path / "whole.onnx", tmp_path / "pruned.onnx", external_data=False).products == 0
+
+
+def test_two_tokens_at_once_are_not_one(tmp_path: Path) -> None:
+    graph = Graph()
+    projected = graph.product("hidden")
+    both = graph.add("Gather", projected, graph.constant(np.array([0, 1])), axis=1)
+    graph.nodes.append(helper.make_node("Identity", [both], ["both"]))
+    graph.save(graph.add("Erf", "hidden"), tmp_path / "whole.onnx", output="both")
+    assert prune(tmp_path / "whole.onnx", tmp_path / "pruned.onnx", external_data=False).products == 0
+
+
+def test_a_graph_of_an_older_opset_stays_whole_and_says_so(tmp_path: Path) -> None:
+    graph = Graph()
+    graph.save(graph.product("hidden"), tmp_path / "whole.onnx")
+    model = onnx.load(tmp_path / "whole.onnx")
+    model.opset_import[0].version = 11
+    onnx.save_model(model, tmp_path / "old.onnx")
+    pruning = prune(tmp_path / "old.onnx", tmp_path / "pruned.onnx", external_data=False)
+    assert pruning.notes() == ("not pruned: opset 11 is older than 13",)
+    hidden = np.ones((2, 5, WIDTH), np.float32)
+    np.testing.assert_array_equal(run(tmp_path / "pruned.onnx", hidden)[0], run(tmp_path / "old.onnx", hidden)[0])

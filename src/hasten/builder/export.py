@@ -113,6 +113,7 @@ def _take_branches(file: Path, feeds: Mapping[str, Any]) -> None:
         nodes = list(model.graph.node)
         conditions = sorted({node.input[0] for node in nodes if node.op_type == "If"})
         if not conditions:
+            asking.unlink(missing_ok=True)
             return
         del model.graph.output[:]
         model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in conditions)

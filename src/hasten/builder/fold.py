@@ -38,6 +38,7 @@ class _Folder:
         self._graph = graph
         self._tables = {tensor.name: tensor for tensor in graph.initializer}
         self._makers = {output: node for node in graph.node for output in node.output}
+        self._inputs = {entry.name for entry in graph.input}
         self._readers: dict[str, list[Any]] = {}
         for node in graph.node:
             for name in node.input:
@@ -46,6 +47,8 @@ class _Folder:
     def run(self) -> bool:
         from onnx import numpy_helper
 
+        if any(entry.HasField("g") or entry.graphs for node in self._graph.node for entry in node.attribute):
+            return False  # branches may read any tensor without saying so
         for types in self._graph.node:
             if not self._is_lookup(types) or not self._is_zero(types.input[1]):
                 continue
@@ -57,6 +60,9 @@ class _Folder:
             if words is None or not self._is_lookup(words) or self._only_reader(words.input[0]) is not words:
                 continue
             if self._only_reader(words.output[0]) is not addition:
+                continue
+            # Positions kept in the graph may have one row where the types have all: the sum would lose its rows.
+            if words.input[1] not in self._inputs:
                 continue
             table, row = self._tables[words.input[0]], numpy_helper.to_array(self._tables[types.input[0]])[0]
             table.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(table) + row, table.name))

@@ -100,7 +100,7 @@ def load_graph(model: ModelDirectory, plan: Plan, file: Path) -> LoadedGraph:
         notes.append("its half-precision weights widened to fp32")
     found = [output.name for output in graph.graph.output]
     layout = _layout(model, plan, found) if task.name == EMBEDDING else None
-    reserved = config.pad_token_id + 1 if config.model_type in _COUNTING_FROM_PADDING else 0
+    reserved = (config.pad_token_id or 0) + 1 if config.model_type in _COUNTING_FROM_PADDING else 0
     facts = read_facts(inputs, config, tokenizer, task, layout, model, reserved)
     for name in inputs:
         if name not in facts.inputs:

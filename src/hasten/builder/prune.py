@@ -25,6 +25,10 @@ _ROWS, _TOKENS = 1013, 1009
 # Above this a constant is a weight: shape inference needs its size, not its values.
 _SMALL = 64
 _LAST = 2**63 - 1
+# Heads read the first token or the last; either is also there where an axis is one place long.
+_ENDS = (0, -1)
+# Operators before it take what they work along as attributes, and a softmax goes along all axes behind its own.
+_OLDEST_OPSET = 13
 
 Shape: TypeAlias = tuple[int | None, ...]
 
@@ -42,6 +46,8 @@ class Pruning:
     """How many operators compute one row instead of all, by name."""
 
     operators: Mapping[str, int]
+    # Why there was no looking for any.
+    reason: str = ""
 
     @property
     def products(self) -> int:
@@ -49,7 +55,7 @@ class Pruning:
 
     def notes(self) -> tuple[str, ...]:
         if not self.products:
-            return ("the head reads all tokens: nothing to prune",)
+            return (self.reason or "not pruned: no head that reads the first or the last token alone",)
         return (f"last layer pruned to the token that the head reads: {self.products} products on one row",)
 
 
@@ -59,6 +65,10 @@ def prune(graph: Path, file: Path, *, external_data: bool, plain: Path | None = 
     Of a graph with ONNX Runtime's fused operators, shapes are known only through the `plain` one it was made from.
     """
     model = read_graph(graph)
+    opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+    if opset < _OLDEST_OPSET:
+        write_graph(model, file, external_data=external_data)
+        return Pruning({}, f"not pruned: opset {opset} is older than {_OLDEST_OPSET}")
     shapes = infer_shapes(model if plain is None else read_graph(plain, with_weights=False))
     done = _Pruner(model, shapes).run()
     write_graph(model, file, external_data=external_data)
@@ -159,7 +169,9 @@ class _Pruner:
             return None
         axis, shape, place = attribute(node, "axis", 0), self._shapes.get(node.input[0]), self._values(node.input[1])
         is_of_tokens = shape is not None and len(shape) >= 3 and shape[axis] == _TOKENS
-        return _Wish(axis % len(shape or ()), int(place[0])) if is_of_tokens and place is not None else None
+        if not is_of_tokens or place is None or len(place) != 1 or place[0] not in _ENDS:
+            return None
+        return _Wish(axis % len(shape or ()), int(place[0]))
 
     def _needs(self, node: Any, wish: _Wish) -> list[_Wish | None] | None:
         """What a node needs of each input to give one place of its outputs; None if it can only give all."""
@@ -301,7 +313,8 @@ def _first_only(call: _Call, axis: int) -> Axes:
 
 def _along_other_axis(call: _Call, axis: int) -> Axes:
     """Softmax and its like: each place by itself, unless the axis is the one it works along."""
-    works_along = attribute(call.node, "axis", -1) % len(call.output)
+    default = 0 if call.node.op_type == "Split" else -1
+    works_along = attribute(call.node, "axis", default) % len(call.output)
     return _first_only(call, axis) if axis != works_along else None
 
 
@@ -357,7 +370,7 @@ def _product(sizes: Shape) -> int | None:
 
 
 def _unsqueeze(call: _Call, axis: int) -> Axes:
-    if call.values[1] is None:
+    if len(call.values) < 2 or call.values[1] is None:
         return None
     added = {int(value) % len(call.output) for value in call.values[1]}
     return None if axis in added else [axis - sum(value < axis for value in added), None]
@@ -399,13 +412,15 @@ def _concat(call: _Call, axis: int) -> Axes:
 
 
 def _skip_norm(call: _Call, axis: int) -> Axes:
-    return [axis, axis, *[None] * (len(call.inputs) - 2)]
+    ranks = {len(shape) for shape in call.inputs[:2] if shape}
+    # What is added may have fewer axes, which are then others.
+    return [axis, axis, *[None] * (len(call.inputs) - 2)] if len(ranks) < 2 else None
 
 
 def _attention(call: _Call, axis: int) -> Axes:
     """Rows of the queries are apart; keys and values need the input whole, and so it is asked for whole."""
     is_plain = len(call.inputs) <= 4 and axis == 1 and attribute(call.node, "qkv_hidden_sizes", None) is None
-    is_plain = is_plain and not attribute(call.node, "unidirectional", 0)
+    is_plain = is_plain and not attribute(call.node, "unidirectional", 0) and not attribute(call.node, "do_rotary", 0)
     return [None] * len(call.inputs) if is_plain else None
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hasten.bundle import Bundle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,5 +85,16 @@ def main(args: argparse.Namespace) -> int:
     console.print_report(bundle.report)
     where = args.output or bundle.path
     console.out.print(f"\n[bold]{bundle.chosen.name}[/] is in [bold]{where}[/]", highlight=False)
-    console.out.print(f'  hasten run {where} "some text"', highlight=False)
+    console.out.print(f"  hasten run {where} {_example(bundle)}", highlight=False, markup=False)
     return 0
+
+
+def _example(bundle: Bundle) -> str:
+    """What may follow in the command that answers from it."""
+    from hasten.tasks import TASKS
+
+    fields, spec = TASKS.get(bundle.manifest.task.name).fields, bundle.manifest.task
+    if len(fields) == 1:
+        return f'"some {spec.mask_token or "text"}"'
+    lists = {"candidate_labels", "choices", "documents"}
+    return " ".join(f"""--field {name}='{'["…", "…"]' if name in lists else "…"}'""" for name in fields)

@@ -16,7 +16,7 @@ from hasten.core.report import Agreement, Candidate, Metric, Status, Verdict
 from hasten.core.tensors import Outputs, Signature
 from hasten.core.variant import Precision
 from hasten.predictor import Predictor, open_session, probe
-from hasten.tasks import AnyTask, Encoded, Row
+from hasten.tasks import TASKS, AnyTask, Encoded, Row
 
 # fp32 differs between runtimes only by the order of additions; past this something is wrong, not imprecise.
 FP32_TOLERANCE = 1e-3
@@ -116,8 +116,13 @@ def reverify(
     Against the stored answers of the original or, on rows of the user's, against the graph, which must itself
     reproduce the stored answers first. A variant that cannot run here is reported, and an error if it was asked for.
     """
-    bundle.check()
     about, options = bundle.manifest, RunOptions(threads)
+    if rows is not None:
+        # Before anything runs: rows that cannot be read, and labels that cannot be judged by.
+        task = TASKS.get(about.task.name)
+        task.parse(rows)
+        task.gold(rows, about.task)
+    bundle.check()
     asked = {"--max-drop": gate.max_drop, "--metric": gate.metric}
     needing = next((flag for flag, value in asked.items() if value is not None), None)
     gate = Gate(

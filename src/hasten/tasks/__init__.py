@@ -81,6 +81,11 @@ class Task(Protocol[Item, Answer, Options]):
         ...
 
     @property
+    def fields(self) -> tuple[str, ...]:
+        """What an item consists of: a text, or several things by these names."""
+        ...
+
+    @property
     def takes_pairs(self) -> bool:
         """Whether a row may hold two texts: if not, and the model's token types are zero, they are left out."""
         ...
@@ -170,7 +175,9 @@ def read_options(kind: type[Options], given: Mapping[str, object], *, any_case: 
     try:
         return msgspec.convert(dict(given), kind)
     except msgspec.ValidationError as error:
-        raise InputError(f"bad option: {error}") from error
+        # As in: Expected `int | null`, got `str` - at `$.top_k`
+        what, _, where = str(error).replace("`", "").partition(" - at $.")
+        raise InputError(f"bad option: {what}" + (f" for '{where}'" if where else "")) from error
 
 
 def parse_texts(payload: object) -> list[str | tuple[str, str]]:

@@ -30,6 +30,7 @@ class FeatureExtraction:
     name = "feature-extraction"
     auto_class = "AutoModel"
     heads = ()
+    fields = ("text",)
     takes_pairs = True
     is_detected = False
     outputs = (HIDDEN,)

@@ -68,6 +68,7 @@ class FillMask:
     name = "fill-mask"
     auto_class = "AutoModelForMaskedLM"
     heads = ("ForMaskedLM",)
+    fields = ("text",)
     takes_pairs = False
     is_detected = True
     outputs = (LOGITS,)

@@ -55,6 +55,7 @@ class MultipleChoice:
     name = "multiple-choice"
     auto_class = "AutoModelForMultipleChoice"
     heads = ("ForMultipleChoice",)
+    fields = ("prompt", "choices")
     takes_pairs = True
     is_detected = True
     outputs = (LOGITS,)

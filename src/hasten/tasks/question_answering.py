@@ -105,6 +105,7 @@ class QuestionAnswering:
     name = "question-answering"
     auto_class = "AutoModelForQuestionAnswering"
     heads = ("ForQuestionAnswering",)
+    fields = _KEYS
     takes_pairs = True
     is_detected = True
     outputs = (START, END)

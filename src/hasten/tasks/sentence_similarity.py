@@ -40,6 +40,7 @@ class SentenceSimilarity:
     name = "sentence-similarity"
     auto_class = "AutoModel"
     heads = ()
+    fields = ("text",)
     takes_pairs = False
     is_detected = False
     outputs = (EMBEDDING,)

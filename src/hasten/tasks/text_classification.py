@@ -61,6 +61,7 @@ class TextClassification:
     name = "text-classification"
     auto_class = "AutoModelForSequenceClassification"
     heads = ("ForSequenceClassification",)
+    fields = ("text",)
     takes_pairs = True
     is_detected = True
     outputs = (LOGITS,)

@@ -84,6 +84,7 @@ class TextRanking:
     name = "text-ranking"
     auto_class = "AutoModelForSequenceClassification"
     heads = ("ForSequenceClassification",)
+    fields = ("query", "documents")
     takes_pairs = True
     is_detected = False
     outputs = (LOGITS,)

@@ -105,6 +105,7 @@ class TokenClassification:
     name = "token-classification"
     auto_class = "AutoModelForTokenClassification"
     heads = ("ForTokenClassification",)
+    fields = ("text",)
     takes_pairs = False
     is_detected = True
     outputs = (LOGITS,)

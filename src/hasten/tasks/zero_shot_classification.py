@@ -84,6 +84,7 @@ class ZeroShotClassification:
     name = "zero-shot-classification"
     auto_class = "AutoModelForSequenceClassification"
     heads = ("ForSequenceClassification",)
+    fields = ("text", "candidate_labels")
     takes_pairs = True
     is_detected = False
     outputs = (LOGITS,)
