@@ -13,7 +13,7 @@ from hasten.core.tensors import Batch, Shape
 from hasten.measure.bench import bench
 
 SHAPES = [Shape(1, 16), Shape(1, 128), Shape(8, 128)]
-RUNS = 5
+RUNS = 12
 
 
 def race(
