@@ -37,7 +37,7 @@ class Predictor:
 
         Where an item is more than a text, its fields may be given by name: `answer(question=…, context=…)`.
         """
-        if payload is None:
+        if payload is None and any(name in given for name in self.task.fields):
             payload = {name: given.pop(name) for name in self.task.fields if name in given}
         options = self.task.options(self.spec, given)
         encoded = self.task.encode(self.task.parse(payload), self.tokenizer, options)

@@ -184,3 +184,10 @@ def test_a_bundle_is_built_on_the_built_in_sample_and_verified(
     judged = [candidate.verdict.metric for candidate in candidates[1:] if candidate.verdict is not None]
     assert [metric.name for metric in judged if metric is not None] == ["accuracy", "accuracy"]
     assert np.isclose(judged[0].value * len(ITEMS), round(judged[0].value * len(ITEMS)))
+
+
+def test_fields_by_name(choosers: Any) -> None:
+    predictor, item = choosers("bert").predictor, ITEMS[0]
+    assert predictor(**item) == predictor(item)
+    with pytest.raises(InputError, match="NoneType"):
+        predictor()
