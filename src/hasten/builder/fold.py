@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hasten.builder.graph import attribute, read_graph, write_graph
+from hasten.builder.graph import attribute, copy_graph, read_graph, write_graph
 
 # What moves values without changing them: zeros in, zeros out.
 _MOVING = [
@@ -27,10 +27,13 @@ _MOVING = [
 
 def fold_types(graph: Path, file: Path, *, external_data: bool) -> bool:
     """Write the folded graph; the same graph, and False, where no table is looked up at zero alone."""
+    if _Folder(read_graph(graph, with_weights=False).graph).find() is None:
+        copy_graph(graph, file)
+        return False
     model = read_graph(graph)
-    is_folded = _Folder(model.graph).run()
+    _Folder(model.graph).run()
     write_graph(model, file, external_data=external_data)
-    return is_folded
+    return True
 
 
 class _Folder:
@@ -44,11 +47,21 @@ class _Folder:
             for name in node.input:
                 self._readers.setdefault(name, []).append(node)
 
-    def run(self) -> bool:
+    def run(self) -> None:
         from onnx import numpy_helper
 
+        found = self.find()
+        assert found is not None
+        types, words, addition = found
+        table, row = self._tables[words.input[0]], numpy_helper.to_array(self._tables[types.input[0]])[0]
+        table.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(table) + row, table.name))
+        words.output[0] = addition.output[0]
+        self._graph.node.remove(addition)
+
+    def find(self) -> tuple[Any, Any, Any] | None:
+        """The lookup of types, that of words, and the addition of the two; needs no weights."""
         if any(entry.HasField("g") or entry.graphs for node in self._graph.node for entry in node.attribute):
-            return False  # branches may read any tensor without saying so
+            return None  # branches may read any tensor without saying so
         for types in self._graph.node:
             if not self._is_lookup(types) or not self._is_zero(types.input[1]):
                 continue
@@ -64,12 +77,8 @@ class _Folder:
             # Positions kept in the graph may have one row where the types have all: the sum would lose its rows.
             if words.input[1] not in self._inputs:
                 continue
-            table, row = self._tables[words.input[0]], numpy_helper.to_array(self._tables[types.input[0]])[0]
-            table.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(table) + row, table.name))
-            words.output[0] = addition.output[0]
-            self._graph.node.remove(addition)
-            return True
-        return False
+            return types, words, addition
+        return None
 
     def _is_lookup(self, node: Any) -> bool:
         is_table = node.op_type == "Gather" and node.input[0] in self._tables and attribute(node, "axis", 0) == 0
@@ -85,7 +94,9 @@ class _Folder:
 
         maker = self._makers.get(name)
         if maker is None:
-            return name in self._tables and not numpy_helper.to_array(self._tables[name]).any()
+            tensor = self._tables.get(name)
+            is_here = tensor is not None and tensor.data_location != tensor.EXTERNAL
+            return is_here and not numpy_helper.to_array(tensor).any()
         if maker.op_type == "Constant":
             return not numpy_helper.to_array(attribute(maker, "value", None)).any()
         if maker.op_type == "ConstantOfShape":

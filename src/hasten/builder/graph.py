@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,15 @@ def write_graph(model: Any, file: Path, *, external_data: bool) -> None:
         location=f"{file.name}.data",
         all_tensors_to_one_file=True,
     )
+
+
+def copy_graph(graph: Path, file: Path) -> None:
+    """For a pass that had nothing to do: the same files, without reading gigabytes of weights to write them again."""
+    for part in (graph, *graph.parent.glob(f"{graph.name}.data*")):
+        # The weights keep their name: the graph goes by it.
+        target = file if part == graph else file.with_name(part.name)
+        if not target.exists():
+            shutil.copyfile(part, target)  # no link: onnx takes one for an attack
 
 
 def operators(file: Path) -> dict[str, int]:

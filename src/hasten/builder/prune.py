@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from hasten.builder.graph import attribute, read_graph, write_graph
+from hasten.builder.graph import attribute, copy_graph, read_graph, write_graph
 from hasten.core.tensors import IntArray
 
 # Sizes to infer shapes with: primes that no width of a model is a multiple of, so that axes can be told apart.
@@ -64,13 +64,18 @@ def prune(graph: Path, file: Path, *, external_data: bool, plain: Path | None = 
 
     Of a graph with ONNX Runtime's fused operators, shapes are known only through the `plain` one it was made from.
     """
-    model = read_graph(graph)
+    model = read_graph(graph, with_weights=False)
     opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
     if opset < _OLDEST_OPSET:
-        write_graph(model, file, external_data=external_data)
+        copy_graph(graph, file)
         return Pruning({}, f"not pruned: opset {opset} is older than {_OLDEST_OPSET}")
     shapes = infer_shapes(model if plain is None else read_graph(plain, with_weights=False))
-    done = _Pruner(model, shapes).run()
+    done = _Pruner(model, shapes).find()
+    if not done:
+        copy_graph(graph, file)
+        return Pruning(done)
+    model = read_graph(graph)
+    _Pruner(model, shapes).run()
     write_graph(model, file, external_data=external_data)
     return Pruning(done)
 
@@ -123,14 +128,18 @@ class _Pruner:
         self._added: dict[int, list[Any]] = {}
         self._cuts: dict[tuple[str, _Wish], str] = {}
 
-    def run(self) -> Counter[str]:
+    def find(self) -> Counter[str]:
+        """What could compute one place alone, by operator; needs no weights."""
         nodes = self._graph.node
         if any(attribute.HasField("g") for node in nodes for attribute in node.attribute):
             return Counter()  # branches may read any tensor without saying so
         self._spread_wishes()
         done = Counter(nodes[number].op_type for number in self._changes)
-        if not done["MatMul"] + done["Gemm"]:
-            return Counter()  # a pick of what is no layer's output
+        return done if done["MatMul"] + done["Gemm"] else Counter()  # else a pick of what is no layer's output
+
+    def run(self) -> None:
+        self.find()
+        nodes = self._graph.node
         small = {output for number in self._changes for output in nodes[number].output}
         for number in sorted(self._changes):
             self._change(number, small)
@@ -139,7 +148,6 @@ class _Pruner:
                 rank = len(self._shapes[node.input[1]])
                 node.input[1] = self._constant(np.zeros((1,) * rank, np.int64))
         self._write()
-        return done
 
     def _spread_wishes(self) -> None:
         """From the outputs to the inputs: each consumer of a tensor has spoken before its maker is asked."""
