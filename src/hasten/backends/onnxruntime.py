@@ -192,6 +192,9 @@ def stored_precision(graph: Path) -> Precision:
         raise StageError(f"{graph} is not an ONNX graph: {error}") from error
     # Only matrices count: biases and norms stay in fp32 whatever the products run in, and so do embeddings.
     looked_up = {node.input[0] for node in model.graph.node if node.op_type == "Gather"}
+    looked_up.update(
+        name for node in model.graph.node if node.op_type == "EmbedLayerNormalization" for name in node.input
+    )
     weights: Counter[Precision] = Counter()
     for tensor in model.graph.initializer:
         if len(tensor.dims) == 2 and tensor.data_type in kinds and tensor.name not in looked_up:
