@@ -191,10 +191,9 @@ def stored_precision(graph: Path) -> Precision:
     except Exception as error:  # protobuf's own classes
         raise StageError(f"{graph} is not an ONNX graph: {error}") from error
     # Only matrices count: biases and norms stay in fp32 whatever the products run in, and so do embeddings.
-    looked_up = {node.input[0] for node in model.graph.node if node.op_type == "Gather"}
-    looked_up.update(
-        name for node in model.graph.node if node.op_type == "EmbedLayerNormalization" for name in node.input
-    )
+    nodes = model.graph.node
+    looked_up = {node.input[0] for node in nodes if node.op_type == "Gather"}
+    looked_up.update(*(node.input for node in nodes if node.op_type == "EmbedLayerNormalization"))
     weights: Counter[Precision] = Counter()
     for tensor in model.graph.initializer:
         if len(tensor.dims) == 2 and tensor.data_type in kinds and tensor.name not in looked_up:
