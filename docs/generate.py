@@ -11,6 +11,7 @@ import re
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from hasten import cli
 from hasten.backends import BACKENDS
@@ -71,6 +72,66 @@ def extension_points() -> str:
     return "\n".join(lines) + "\n"
 
 
+def support() -> str:
+    """Architectures down, tasks across; what does not work is numbered, and the numbers are explained below."""
+    results = json.loads((RESULTS / "support.json").read_text(encoding="utf-8"))
+    tasks, machine = results["tasks"], results["machine"]
+    notes: dict[str, int] = {}
+    lines = [
+        NOTE,
+        "# Which architecture works with which task",
+        "",
+        f"✓ answers like PyTorch in all of {', '.join(results['variants'])}. – transformers has no such model. "
+        "A number stands for what does not work, and why.",
+        "",
+        f"| architecture | {' | '.join(tasks)} | attention fused by ONNX Runtime |",
+        f"|{'---|' * (len(tasks) + 2)}",
+    ]
+    for architecture in next(iter(tasks.values())):
+        entries = [entries[architecture] for entries in tasks.values()]
+        cells = [_support_cell(entry["results"], notes) for entry in entries]
+        lines.append(f"| {architecture} | {' | '.join(cells)} | {_attention_cell(entries, notes)} |")
+    versions = ", ".join(f"{name} {version}" for name, version in machine["libraries"].items() if name != "hasten")
+    lines += [
+        "",
+        *(f"{number}. {note}" for note, number in notes.items()),
+        "",
+        "Found with tiny random models that have the tokenizers and options of published ones, each built the way "
+        "`hasten build` does it and held against PyTorch on texts of mixed length. Whether a reduced precision is "
+        "accurate enough is a question to a trained model, which its gate answers in every build; here its outputs "
+        "had to be near. `inductor` was not tried: torch.compile takes a minute a model.",
+        "",
+        "An architecture that is not in the table may work all the same: a build finds out, and says why if not.",
+        "",
+        f"Machine: {machine['cpu']} ({machine['architecture']}); {versions}; {results['created'][:10]}. "
+        "[Result file](../../benchmarks/results/support.json), made by `benchmarks/support.py`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _support_cell(found: dict[str, str], notes: dict[str, int]) -> str:
+    reasons = dict.fromkeys(reason for reason in found.values() if reason != "yes")
+    if any(reason.startswith("transformers has no") for reason in reasons):
+        return "–"
+    numbers = []
+    for reason in reasons:
+        failed = [variant for variant, given in found.items() if given == reason]
+        note = reason if len(failed) == len(found) else f"{', '.join(failed)}: {reason}"
+        numbers.append(str(notes.setdefault(note, len(notes) + 1)))
+    return ("" if "yes" not in found.values() else "✓ ") + " ".join(numbers) if reasons else "✓"
+
+
+def _attention_cell(entries: list[dict[str, Any]], notes: dict[str, int]) -> str:
+    entry = next((entry for entry in entries if entry["layers"]), None)
+    if entry is None:
+        return ""
+    fused, layers = entry["attention_fused"], entry["layers"]
+    if fused >= layers:
+        return "all layers"
+    number = notes.setdefault(f"Attention is not fused: {entry['unfused']}", len(notes) + 1)
+    return f"none {number}" if not fused else f"{fused} of {layers} {number}"
+
+
 def readme() -> str:
     """README with what stands between its markers taken from the result files."""
     text = README.read_text(encoding="utf-8")
@@ -129,6 +190,7 @@ def main() -> int:
     pages = {
         REFERENCE / "cli.md": command_line(),
         REFERENCE / "extensions.md": extension_points(),
+        REFERENCE / "support.md": support(),
         README: readme(),
     }
     for file, text in pages.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import string
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,6 +201,16 @@ ARCHITECTURES = {
     "big_bird": Architecture(
         "BigBird", Vocabulary("BigBirdTokenizer", unigrams, _BIG_BIRD), {"block_size": 2, "num_random_blocks": 1}
     ),
+    # An encoder with a decoder behind it, but the usual model to classify with no examples.
+    "bart": Architecture(
+        "Bart",
+        ROBERTA,
+        {"d_model": WIDTH, "init_std": 0.5, "max_position_embeddings": POSITIONS}
+        | {f"{side}_layers": 2 for side in ("encoder", "decoder")}
+        | {f"{side}_attention_heads": 4 for side in ("encoder", "decoder")}
+        | {f"{side}_ffn_dim": 2 * WIDTH for side in ("encoder", "decoder")},
+        without=tuple(_SIZES),
+    ),
     "canine": Architecture("Canine", Vocabulary("CanineTokenizer", characters), {"num_hash_buckets": 64}),
 }
 
@@ -210,6 +221,7 @@ def save(
     folder: Path,
     *,
     cased: bool = False,
+    positions: int = POSITIONS,
     tokenizer_max_length: int | None = POSITIONS,
     **about: object,
 ) -> None:
@@ -226,9 +238,16 @@ def save(
     # Wide, so that different texts get clearly different answers.
     known |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "initializer_range": 0.5}
     known |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = getattr(transformers, f"{made.prefix}Config")(**(known | dict(made.config) | about))
+    known |= {**made.config, **about}
+    if "max_position_embeddings" in known:
+        known["max_position_embeddings"] += positions - POSITIONS
+    config = getattr(transformers, f"{made.prefix}Config")(**known)
+    with warnings.catch_warnings():
+        # Parts of DeBERTa are scripted, which torch has deprecated: importing it warns.
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+        kind = getattr(transformers, f"{made.prefix}{head}")
     torch.manual_seed(7)
-    getattr(transformers, f"{made.prefix}{head}")(config).eval().save_pretrained(folder)
+    kind(config).eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -66,7 +66,7 @@ def answer(
 def test_what_it_is() -> None:
     assert TASK.outputs == ("start_logits", "end_logits")
     assert TASK.axes == (BATCH, SEQUENCE)
-    assert TASK.heads == ("ForQuestionAnswering",)
+    assert TASK.heads == ("ForQuestionAnsweringSimple", "ForQuestionAnswering")
     assert TASK.is_detected
 
 

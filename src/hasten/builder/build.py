@@ -157,6 +157,10 @@ class _Build:
 
         with self._stage("export") as notes:
             exported = self._export(loaded, notes)
+            # A graph that tracing froze is large, and fusing it would take minutes.
+            with self._open_graph(exported, loaded) as session:
+                is_exact = loaded.precision is Precision.FP32
+                check_graph(session, original, expected.encoded.batch, is_exact=is_exact, is_brief=True)
             made = {dialect: self._made_from(dialect) for dialect in (Dialect.ONNX, Dialect.ORT)}
             self.passes.append(
                 record("export", None, exported, variants=[*made[Dialect.ONNX], *made[Dialect.ORT]], notes=notes)
@@ -175,7 +179,6 @@ class _Build:
             notes += dict.fromkeys(note for done in graphs.passes for note in done.notes)
 
         with self._stage("check") as notes, self._open_graph(graphs.plain, loaded) as session:
-            is_exact = loaded.precision is Precision.FP32
             checked = check_graph(session, original, expected.encoded.batch, is_exact=is_exact)
             notes.append(f"the graph {f'equals {loaded.baseline}' if is_exact else 'answers'} at {', '.join(checked)}")
 

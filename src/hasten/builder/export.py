@@ -67,6 +67,7 @@ def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERN
             module.has_additive_mask = False
     _take_branches(parts / file.name, feeds)
     graph = onnx.load(parts / file.name)
+    _bound_buckets(graph.graph)
     graph.ir_version = IR_VERSION
     is_large = sum(part.stat().st_size for part in parts.iterdir()) > external_data_bytes
     onnx.save_model(
@@ -127,6 +128,30 @@ def _take_branches(file: Path, feeds: Mapping[str, Any]) -> None:
         for node in nodes:
             model.graph.node.extend(_branch(node, bool(answers[node.input[0]])) if node.op_type == "If" else [node])
         onnx.save(model, file)
+
+
+def _bound_buckets(graph: Any) -> None:
+    """Keep DeBERTa's farthest relative position in its last bucket.
+
+    It is found by the ratio of two logarithms, which there are the same: one. But PyTorch's is in the graph already,
+    the other is the runtime's, and where they differ in their last digit the ratio is rounded up to a bucket more.
+    """
+    from onnx import helper
+
+    makers = {output: node for node in graph.node for output in node.output}
+
+    def made_by(name: str, kind: str) -> Any:
+        node = makers.get(name)
+        return node if node is not None and node.op_type == kind else None
+
+    for place, node in reversed(list(enumerate(graph.node))):
+        if node.op_type != "Ceil" or (scaled := made_by(node.input[0], "Mul")) is None:
+            continue
+        ratio = made_by(scaled.input[0], "Div")
+        if ratio is not None and made_by(ratio.input[0], "Log") is not None:
+            bounded = f"{scaled.output[0]}_bounded"
+            graph.node.insert(place, helper.make_node("Min", [scaled.output[0], scaled.input[1]], [bounded]))
+            node.input[0] = bounded
 
 
 def _branch(node: Any, answer: bool) -> list[Any]:

@@ -35,9 +35,11 @@ class Exportable(nn.Module):
         return tuple(outputs[name] for name in self.outputs)
 
     def run(self, feeds: dict[str, Tensor]) -> Any:
-        if self.has_additive_mask:
-            feeds = feeds | {"attention_mask": _additive(feeds["attention_mask"])}
-        return self.model(**feeds, return_dict=True)
+        return self.model(**self.masked(feeds), return_dict=True)
+
+    def masked(self, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
+        """With the mask in the form that the model gets."""
+        return feeds | {"attention_mask": _additive(feeds["attention_mask"])} if self.has_additive_mask else feeds
 
 
 def _additive(mask: Tensor) -> Tensor:
@@ -59,6 +61,21 @@ class Pooled(Exportable):
     def answer(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
         outputs = self.run(feeds)
         return (self.head(outputs["last_hidden_state"], feeds["attention_mask"]),)
+
+
+class AtLastEnd(Exportable):
+    """An encoder-decoder that classifies by its last end-of-text token, which is looked for in each row by itself.
+
+    Its own head refuses rows that have different numbers of them, as texts and pairs have.
+    """
+
+    def answer(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        tokens = self.model.base_model(**self.masked(feeds), use_cache=False, return_dict=True)["last_hidden_state"]
+        ends = feeds["input_ids"] == self.model.config.eos_token_id
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        last = (places * ends).amax(dim=1, keepdim=True)
+        vectors = (tokens * (places == last).unsqueeze(-1).to(tokens.dtype)).sum(dim=1)
+        return (self.model.classification_head(vectors),)
 
 
 class OneChoice(Exportable):

@@ -226,7 +226,7 @@ def read_facts(
 def _exportable(
     module: Any, inputs: Sequence[str], task: AnyTask, layout: SentenceLayout | None, mask_id: int | None
 ) -> Exportable:
-    from hasten.builder.head import AtMasks, Exportable, OneChoice, Pooled, PoolingHead
+    from hasten.builder.head import AtLastEnd, AtMasks, Exportable, OneChoice, Pooled, PoolingHead
 
     if layout is not None:
         head = PoolingHead(layout.pooling, [layer.module() for layer in layout.dense], layout.normalize)
@@ -235,6 +235,8 @@ def _exportable(
         return AtMasks(module, inputs, task.outputs, mask_id)
     if task.auto_class == "AutoModelForMultipleChoice":
         return OneChoice(module, inputs, task.outputs)
+    if module.config.is_encoder_decoder and hasattr(module, "classification_head"):
+        return AtLastEnd(module, inputs, task.outputs)
     return Exportable(module, inputs, task.outputs)
 
 

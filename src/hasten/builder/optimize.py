@@ -10,6 +10,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from hasten.builder.graph import attribute
 from hasten.core.errors import StageError, missing_package
 from hasten.core.report import Unfused
 
@@ -25,6 +26,7 @@ _RELATIVE = "a relative position bias is added to its scores"
 _ROTARY = "rotary embeddings turn its queries and keys"
 # Why attention stays in parts: it is not the plain one that the fused operator computes.
 _WHY_NO_ATTENTION = {
+    "bart": "ONNX Runtime's fusion would lose the mask of its decoder",
     "convbert": "convolutions stand beside it",
     "deberta": _RELATIVE,
     "deberta-v2": _RELATIVE,
@@ -79,8 +81,11 @@ def fuse(graph: Path, file: Path, config: Any, *, external_data: bool, pads_left
     options = FusionOptions(_FAMILY)
     # By default it counts the mask's ones and takes as many positions from the first on.
     options.use_raw_attention_mask(pads_left)
+    # It takes a decoder's mask, which hides what comes later, for one of padding.
+    options.enable_attention = not getattr(config, "is_encoder_decoder", False)
     source = onnx.load(graph)
     before = len(source.graph.node)
+    options.enable_embed_layer_norm = not _has_shifted_positions(source.graph)
     _order_sums(source.graph)
     heads = int(getattr(config, "num_attention_heads", 0))
     try:
@@ -111,6 +116,17 @@ def unfused(nodes: Iterable[Any], model_type: str) -> tuple[Unfused, ...]:
         for node in nodes
         if (what := _SIGNS.get(node.op_type))
     )
+
+
+def _has_shifted_positions(graph: Any) -> bool:
+    """Whether positions are cut from a constant that starts elsewhere, as YOSO's: fused embeddings count from zero."""
+    from onnx import numpy_helper
+
+    constants = {node.output[0]: attribute(node, "value", None) for node in graph.node if node.op_type == "Constant"}
+    constants |= {tensor.name: tensor for tensor in graph.initializer}
+    cut = (constants.get(node.input[0]) for node in graph.node if node.op_type == "Slice")
+    rows = (numpy_helper.to_array(tensor) for tensor in cut if tensor is not None and len(tensor.dims) == 2)
+    return any(row.shape[0] == 1 and row[0, 0] != 0 for row in rows)
 
 
 def _order_sums(graph: Any) -> None:

@@ -104,7 +104,8 @@ class Windows(Encoded):
 class QuestionAnswering:
     name = "question-answering"
     auto_class = "AutoModelForQuestionAnswering"
-    heads = ("ForQuestionAnswering",)
+    # Simple: XLNet and its like have another head of the longer name, which searches for spans by itself.
+    heads = ("ForQuestionAnsweringSimple", "ForQuestionAnswering")
     fields = _KEYS
     takes_pairs = True
     is_detected = True
