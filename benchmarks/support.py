@@ -166,8 +166,8 @@ class Attempt:
         plan = Plan(str(model), task=task.name, pooling="mean" if task.name == EMBEDDING else None)
         loaded = load_model(find_model(plan), plan)
         tokenizer = self._tokenizer(loaded)
-        # The same model with the same outputs is the same graph, whichever task asks.
-        key = (model, task.outputs, task.axes)
+        # The same model that takes and gives the same is the same graph, whichever task asks.
+        key = (model, loaded.signature)
         if key not in self.made:
             self.made[key] = self._make(loaded, tokenizer, task)
         made = self.made[key]

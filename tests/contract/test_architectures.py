@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,19 @@ ASKED: list[Any] = [
     {"text": "is this the right answer?", "text_pair": "prices rose by three percent"},
 ]
 
+# Mostly another's code under a name of their own, and one that takes long to fail.
+COPIES = (
+    *("electra", "ernie", "megatron-bert", "rembert", "roformer", "squeezebert"),
+    *("camembert", "data2vec-text", "ibert", "luke", "roberta-prelayernorm", "xlm-roberta-xl", "xmod"),
+    *("deberta", "eurobert", "gte", "jina_embeddings_v3", "longformer", "yoso"),
+)
+
 Pipelines = Callable[[Path], Any]
+
+
+def in_kinds(architectures: Iterable[str]) -> list[Any]:
+    """One of each kind at once, the others with --slow."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in COPIES else ()) for name in architectures]
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +69,18 @@ def pipeline() -> Pipelines:
 
 def assert_alike(bundle: Any, original: Any) -> None:
     """Every variant gives the pipeline's answers, and gives different texts different ones."""
-    theirs = [original(asked, top_k=None, truncation=True) for asked in ASKED]
+    how = {"top_k": None, "function_to_apply": "none"}  # logits: probabilities of random models are zeros and ones
+    theirs = [original(asked, truncation=True, **how) for asked in ASKED]
     for entry in bundle.manifest.variants:
         with hasten.load(bundle.path, entry.name, threads=1) as predictor:
             # Together, so that short texts run beside long ones and padding has its chance.
-            for ours, answer in zip(predictor(ASKED, top_k=None), theirs, strict=True):
+            for ours, answer in zip(predictor(ASKED, **how), theirs, strict=True):
                 found = {label["label"]: label["score"] for label in ours}
-                assert found == pytest.approx({label["label"]: label["score"] for label in answer}, abs=1e-4)
-    assert np.std([answer[0]["score"] for answer in theirs]) > 1e-2
+                assert found == pytest.approx({label["label"]: label["score"] for label in answer}, abs=2e-3)
+    assert np.std([answer[0]["score"] for answer in theirs]) > 0.1
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", in_kinds(tiny.ARCHITECTURES))
 def test_answers_like_the_pipeline(
     architecture: str, table: Any, tiny_model: Any, quick_build: Any, pipeline: Pipelines
 ) -> None:
@@ -105,7 +118,7 @@ SENTENCE_PIECE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("architecture", SENTENCE_PIECE)
+@pytest.mark.parametrize("architecture", in_kinds(SENTENCE_PIECE))
 def test_a_sentencepiece_file_is_vocabulary_enough(
     architecture: str, tiny_model: Any, quick_build: Any, pipeline: Pipelines, tmp_path: Path
 ) -> None:
@@ -203,7 +216,7 @@ def test_the_farthest_tokens_are_in_the_last_bucket(tiny_model: Any, quick_build
     quick_build(tiny_model("deberta-v2", "ForSequenceClassification", **sizes), variants=VARIANTS)
 
 
-@pytest.mark.parametrize("architecture", ["bert", "roberta", "xlm-roberta", "mpnet"])
+@pytest.mark.parametrize("architecture", ["bert", "roberta"])
 def test_quantized_embeddings_keep_their_positions(architecture: str, tiny_model: Any, quick_build: Any) -> None:
     """ONNX Runtime's quantized embedding operator takes no positions, and RoBERTa's do not start at zero."""
     model = tiny_model(architecture, "ForSequenceClassification", num_labels=3, initializer_range=support.CALM)
