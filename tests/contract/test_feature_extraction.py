@@ -80,7 +80,7 @@ def test_generated_texts_have_the_pipelines_vectors(extractors: Any, architectur
     compared = 0
 
     @settings(max_examples=6, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-    @given(st.lists(texts, min_size=10, max_size=10))
+    @given(st.lists(texts, min_size=10, max_size=10, unique=True))
     def check(drawn: list[str]) -> None:
         nonlocal compared
         compared += extractor.assert_same(drawn)

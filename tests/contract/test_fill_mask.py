@@ -215,7 +215,7 @@ def test_generated_texts_are_filled_like_the_pipeline_fills_them(fillers: Any, a
     compared = 0
 
     @settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-    @given(st.lists(templates, min_size=8, max_size=8))
+    @given(st.lists(templates, min_size=8, max_size=8, unique=True))
     def check(drawn: list[str]) -> None:
         nonlocal compared
         compared += filler.assert_same(drawn)

@@ -105,7 +105,7 @@ def test_generated_questions_are_answered_like_the_model(choosers: Any, architec
     chooser = choosers(architecture)
 
     @settings(max_examples=6, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-    @given(st.lists(questions, min_size=10, max_size=10))
+    @given(st.lists(questions, min_size=10, max_size=10, unique_by=repr))
     def check(drawn: list[dict[str, Any]]) -> None:
         chooser.assert_same(drawn)
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
 
 import hasten
+from generated import batches, two_hundred
 from hasten.core.errors import InputError
 
 LONG = "the cat sat on the mat and a dog ran across the green field " * 12
@@ -169,6 +171,27 @@ def test_threads_may_share_a_predictor(classifiers: Any, corpus: tuple[str, ...]
     assert_same(found[0], ask(0), 1e-6)
 
 
+def test_generated_texts_are_classified_like_the_pipeline(classifiers: Any) -> None:
+    classifier = classifiers("bert")
+    drawn: list[str] = []
+
+    @two_hundred
+    @given(batches)
+    def check(batch: list[str]) -> None:
+        drawn.extend(batch)
+        how = {"top_k": None, "function_to_apply": "softmax"}
+        ours, theirs = (
+            classifier.predictor(batch, **how),
+            classifier.pipeline(batch, truncation=True, max_length=64, **how),
+        )
+        for our, their in zip(ours, theirs, strict=True):
+            assert [entry["label"] for entry in our] == [entry["label"] for entry in their]
+        assert_same(ours, theirs, 1e-4)
+
+    check()
+    assert len(set(drawn)) >= 200
+
+
 # ---- sentence-similarity
 
 TEXTS = ["rain", "The Cat sat on the MAT", "a dog ran across the green field after the red ball", LONG]
@@ -301,3 +324,17 @@ def test_pooling_can_be_given_where_there_is_no_layout(
     bundle = quick_build(model, variants=["onnxruntime-fp32"], pooling=pooling)
     theirs = sentence_transformer(tiny_embedder(pooling=pooling, modules=(), max_seq_length=64))
     np.testing.assert_allclose(hasten.load(bundle.path, threads=1)(TEXTS), theirs.encode(TEXTS), atol=3e-5)
+
+
+def test_generated_texts_are_embedded_like_the_original(embedders: Any) -> None:
+    embedder = embedders("mean")
+    drawn: list[str] = []
+
+    @two_hundred
+    @given(batches)
+    def check(batch: list[str]) -> None:
+        drawn.extend(batch)
+        embedder.assert_same(batch)
+
+    check()
+    assert len(set(drawn)) >= 200

@@ -152,7 +152,7 @@ ANY = st.one_of(
 
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=20, deadline=None, derandomize=True, phases=[Phase.generate])
-@given(query=ANY, documents=st.lists(ANY, min_size=10, max_size=14))
+@given(query=ANY, documents=st.lists(ANY, min_size=10, max_size=14, unique=True))
 def test_any_query_and_document_is_scored_like_the_cross_encoder(
     rankers: Any, name: str, query: str, documents: list[str]
 ) -> None:

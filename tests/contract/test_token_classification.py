@@ -8,12 +8,15 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
 
 import hasten
+from generated import batches, two_hundred
 from hasten.core.errors import InputError
 
 ARCHITECTURES = ("bert", "roberta", "distilbert", "electra")
@@ -196,3 +199,19 @@ def test_a_built_bundle_is_judged_on_labelled_words(tiny_tagger: Any, quick_buil
         assert candidate.verdict.metric is not None
         assert candidate.verdict.metric.name == "entity F1"
         assert candidate.verdict.metric == candidate.verdict.reference_metric
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta"])
+def test_generated_texts_are_tagged_like_the_pipeline(taggers: Any, architecture: str) -> None:
+    tagger = taggers(architecture)
+    strategies = cycle(STRATEGIES)
+    drawn: list[str] = []
+
+    @two_hundred
+    @given(batches)
+    def check(batch: list[str]) -> None:
+        drawn.extend(batch)
+        tagger.assert_same(batch, aggregation_strategy=next(strategies), ignore_labels=[])
+
+    check()
+    assert len(set(drawn)) >= 200

@@ -119,7 +119,7 @@ ANY = st.one_of(
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @settings(max_examples=20, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(
-    texts=st.lists(ANY, min_size=10, max_size=12),
+    texts=st.lists(ANY, min_size=10, max_size=12, unique=True),
     labels=st.lists(ANY.filter(lambda text: len(text.encode()) < 24), min_size=1, max_size=4),
     options=st.sampled_from(list(OPTIONS.values())),
 )
