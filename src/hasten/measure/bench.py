@@ -27,8 +27,8 @@ from hasten.measure.lane import Opened, Opening, Rows, Times, Turn
 # A percentile is printed only where the samples carry it.
 P99_SAMPLES = 100
 # A turn is at least this long, so that a switch between processes is a small part of it …
-_TURN_S = 0.05
-_MOST_PER_TURN = 20
+_TURN_S = 0.2
+_MOST_PER_TURN = 100
 _SLOW_S = 1.0
 # … and each contender first lets its predecessor's threads stop spinning, and wakes up its own caches.
 _SETTLE_S = 0.01
