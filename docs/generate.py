@@ -101,8 +101,8 @@ def support() -> str:
         "accurate enough is a question to a trained model, which its gate answers in every build; here its outputs "
         "had to be near. `inductor` was not tried: torch.compile takes a minute a model.",
         "",
-        "An architecture that is not in the table may work all the same: a build finds out, and says why if not. BigBird "
-        'works where its config says `"attention_type": "original_full"`.',
+        "An architecture that is not in the table may work all the same: a build finds out, and says why if not. "
+        'BigBird works where its config says `"attention_type": "original_full"`.',
         "",
         f"Machine: {machine['cpu']} ({machine['architecture']}); {versions}; {results['created'][:10]}. "
         "[Result file](../../benchmarks/results/support.json), made by `benchmarks/support.py`.",

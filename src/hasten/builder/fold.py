@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hasten.builder.graph import attribute, copy_graph, read_graph, write_graph
+from hasten.graph import attribute, copy_graph, read_graph, write_graph
 
 # What moves values without changing them: zeros in, zeros out.
 _MOVING = [

@@ -10,7 +10,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from hasten.backends import BACKENDS, MODEL, Artifact, TellsExecutions
-from hasten.builder.graph import operators
 from hasten.bundle import Bundle
 from hasten.bundle.manifest import ModelOrigin
 from hasten.core.errors import BundleError, HastenError, PlanError, StageError, UnsupportedError, missing_package
@@ -18,6 +17,7 @@ from hasten.core.execution import Execution
 from hasten.core.hardware import this_machine
 from hasten.core.report import Pass
 from hasten.core.tensors import Signature
+from hasten.graph import operators
 from hasten.tasks import TaskSpec
 
 # What the graph that all variants come from is called beside them.

@@ -10,9 +10,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from hasten.builder.graph import attribute
 from hasten.core.errors import StageError, missing_package
 from hasten.core.report import Unfused
+from hasten.graph import attribute
 
 # The only one of ONNX Runtime's families whose patterns find an encoder's attention. Where they do not (relative
 # positions added to it, rotary embeddings, one product for query, key and value), none of the others' do either:

@@ -13,10 +13,10 @@ from typing import Any
 
 from hasten.backends import Dialect
 from hasten.builder.fold import fold_types
-from hasten.builder.graph import operators
 from hasten.builder.optimize import fuse
 from hasten.builder.prune import prune
 from hasten.core.report import Pass, Unfused
+from hasten.graph import operators
 
 
 @dataclass(frozen=True, slots=True)

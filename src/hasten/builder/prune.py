@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from hasten.builder.graph import attribute, copy_graph, read_graph, write_graph
 from hasten.core.tensors import IntArray
+from hasten.graph import attribute, copy_graph, read_graph, write_graph
 
 # Sizes to infer shapes with: primes that no width of a model is a multiple of, so that axes can be told apart.
 _ROWS, _TOKENS = 1013, 1009

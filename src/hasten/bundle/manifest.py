@@ -50,7 +50,7 @@ class VariantEntry:
 
     @property
     def variant(self) -> Variant:
-        return Variant(self.backend, self.precision, self.device)
+        return Variant(self.backend, self.precision, self.device, Variant.parse(self.name).ways)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""One way to run a model: backend × precision × device, and the name it goes by."""
+"""One way to run a model: backend × precision × device × how it was quantized, and the name it goes by."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from hasten.core.errors import PlanError
 
 CPU = "cpu"
 
-_NAME = re.compile(r"(?P<backend>[a-z0-9][a-z0-9_-]*)-(?P<precision>[a-z0-9]+)(?:@(?P<device>[a-z0-9:]+))?")
+_NAME = re.compile(
+    r"(?P<backend>[a-z0-9][a-z0-9_-]*)-(?P<precision>[a-z0-9]+)(?P<ways>(?:\+[a-z0-9]+)*)(?:@(?P<device>[a-z0-9:]+))?"
+)
 
 
 class Precision(StrEnum):
@@ -19,6 +21,7 @@ class Precision(StrEnum):
     BF16 = "bf16"
     FP8 = "fp8"
     INT8 = "int8"
+    INT4 = "int4"
 
     @property
     def is_reduced(self) -> bool:
@@ -30,17 +33,20 @@ class Variant:
     backend: str
     precision: Precision
     device: str = CPU
+    # How it came to its precision, where there is more than one way: `onnxruntime-int8+smooth+split`.
+    ways: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        return f"{self.backend}-{self.precision}" + ("" if self.device == CPU else f"@{self.device}")
+        device = "" if self.device == CPU else f"@{self.device}"
+        return "+".join((f"{self.backend}-{self.precision}", *self.ways)) + device
 
     def __str__(self) -> str:
         return self.name
 
     @classmethod
     def parse(cls, name: str) -> Variant:
-        """`onnxruntime-int8`, `fused-fp8@cuda`."""
+        """`onnxruntime-int8`, `onnxruntime-int8+smooth+split`, `fused-fp8@cuda`."""
         match = _NAME.fullmatch(name)
         known = [precision.value for precision in Precision]
         if not match or match["precision"] not in known:
@@ -48,7 +54,8 @@ class Variant:
                 f"'{name}' is not the name of a variant",
                 hint=f"write BACKEND-PRECISION, as in onnxruntime-fp32; precisions: {', '.join(known)}",
             )
-        return cls(match["backend"], Precision(match["precision"]), match["device"] or CPU)
+        ways = tuple(match["ways"].split("+")[1:])
+        return cls(match["backend"], Precision(match["precision"]), match["device"] or CPU, ways)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,87 @@
+"""A recipe: all that is decided about a graph of lower precision, to be read, and to make it again bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from hasten.core.errors import PlanError, missing_package
+from hasten.core.variant import Variant
+
+FILE = "recipe.toml"
+
+
+class Method(StrEnum):
+    DYNAMIC = "dynamic"  # int8, activations quantized as they come: ONNX Runtime
+    STATIC = "static"  # int8, activations quantized by ranges seen in calibration: ONNX Runtime
+    BLOCKS = "blocks"  # weights alone, in blocks with a scale each: ONNX Runtime
+    NNCF = "nncf"  # int8, by OpenVINO's own quantizer
+
+
+class Calibrator(StrEnum):
+    """How a static range is taken from the values that were seen."""
+
+    MINMAX = "minmax"
+    ENTROPY = "entropy"
+    PERCENTILE = "percentile"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Products go by the names of their nodes in the graph it is applied to."""
+
+    variant: str
+    method: Method
+    # The instructions it is made for, as `targets.py` knows them.
+    target: str
+    # Weights in seven bits: where sums of two products saturate, the eighth would be lost in them.
+    reduce_range: bool = False
+    # Dynamic and static: ONNX Runtime's fused attention is quantized too.
+    attention: bool = False
+    # GELU by a cheaper formula.
+    gelu: bool = False
+    # By product: the power of two each channel of its input is divided by, and its weights multiplied with.
+    smooth: dict[str, list[int]] = field(default_factory=dict)
+    # By product: the channels of its input that are computed beside it in float.
+    split: dict[str, list[int]] = field(default_factory=dict)
+    # Products that stay in float.
+    keep: tuple[str, ...] = ()
+    # Static: how ranges were found, and the range of each tensor.
+    calibrator: Calibrator | None = None
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    # Blocks: bits of a weight, and how many weights share a scale.
+    bits: int = 8
+    block_size: int = 32
+    # SHA-256 of the token rows it was calibrated on, where those are needed to make it again.
+    calibration: str | None = None
+
+    def __post_init__(self) -> None:
+        Variant.parse(self.variant)
+
+    def write(self, file: Path) -> None:
+        try:
+            import tomli_w
+        except ImportError as error:
+            raise missing_package("tomli_w", "writing a recipe", "build") from error
+        fields = msgspec.to_builtins(self)
+        # What is not so by default is what tells.
+        plain = msgspec.to_builtins(Recipe(variant=self.variant, method=self.method, target=self.target))
+        told = {name: value for name, value in fields.items() if name in _ALWAYS or value != plain[name]}
+        file.write_text(tomli_w.dumps(told), encoding="utf-8")
+
+
+_ALWAYS = ("variant", "method", "target")
+
+
+def read_recipe(file: Path) -> Recipe:
+    try:
+        return msgspec.toml.decode(file.read_bytes(), type=Recipe)
+    except OSError as error:
+        raise PlanError(f"no recipe at {file}: {error.strerror or error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"{file} is not a recipe: {error}", hint="hasten build writes one beside each variant"
+        ) from error
