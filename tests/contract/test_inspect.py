@@ -38,24 +38,25 @@ def counted(file: Path) -> Counter[str]:
     return Counter(node.op_type for node in onnx.load(file).graph.node)
 
 
-PASSES = ["export", "fold", "prune", "fuse", "prune", "quantize"]
+PASSES = ["export", "fold", "prune", "fuse", "prune", "split norms", "quantize"]
 
 
 def test_passes_are_recorded_as_they_went(bundle: Bundle) -> None:
     passes = bundle.report.passes
     assert [step.name for step in passes] == PASSES
-    export, fold, prune, fuse, prune_fused, quantize = passes
+    export, fold, prune, fuse, prune_fused, split_norms, quantize = passes
     files = [bundle.graph().path(), *(bundle.artifact(bundle.entry(name)).path() for name in (ORT_FP32, ORT_INT8))]
     plain, fused, quantized = map(counted, files)
     assert export.operators_before == {}
     assert fold.operators_before == export.operators_after
     assert (prune.operators_before, prune.operators_after) == (fold.operators_after, plain)
     assert fuse.operators_before == fold.operators_after
-    assert (prune_fused.operators_before, prune_fused.operators_after) == (fuse.operators_after, fused)
+    assert prune_fused.operators_before == fuse.operators_after
+    assert (split_norms.operators_before, split_norms.operators_after) == (prune_fused.operators_after, fused)
     assert (quantize.operators_before, quantize.operators_after) == (fused, quantized)
     assert set(export.variants) == set(fold.variants) == {ORT_FP32, ORT_INT8, OPENVINO}
     assert prune.variants == (OPENVINO,)
-    assert fuse.variants == prune_fused.variants == (ORT_FP32, ORT_INT8)
+    assert fuse.variants == prune_fused.variants == split_norms.variants == (ORT_FP32, ORT_INT8)
     assert quantize.variants == (ORT_INT8,)
     assert fuse.notes[0] == "attention fused in 2 of 2 layers"
     assert fuse.left == ()

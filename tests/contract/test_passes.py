@@ -134,3 +134,14 @@ def test_the_mask_is_one_row_wide(graphs: Any) -> None:
     kinds = [node.op_type for node in onnx.load(exported).graph.node]
     assert "Range" not in kinds
     assert not loaded.module.has_additive_mask
+
+
+def test_norms_stay_apart_from_what_is_added_before_them(graphs: Any) -> None:
+    """In the graph and in the session, which would put them together again by itself."""
+    for name in (*ARCHITECTURES, "mean"):
+        loaded, _, after = graphs(name)
+        graph = after[Dialect.ORT]
+        artifact = Artifact(Variant("onnxruntime", Precision.FP32), loaded.signature, graph.parent, {MODEL: graph.name})
+        executed = {execution.operator for execution in BACKENDS.get("onnxruntime").executions(artifact)}
+        assert "LayerNormalization" in executed
+        assert "SkipLayerNormalization" not in executed

@@ -34,6 +34,8 @@ from hasten.core.variant import CPU, Precision, Support, Variant
 _PRECISIONS = (Precision.FP32, Precision.INT8)
 _ERRORS_ONLY = 3
 _CPU = "CPUExecutionProvider"
+# It would put norms back together with the additions before them, into a kernel that is slower than the two.
+_UNWANTED = ["SkipLayerNormFusion"]
 
 
 class OnnxRuntime:
@@ -86,7 +88,9 @@ class _Session(PaddedSession):
 
         settings = _settings(options.thread_count, profile)
         try:
-            session = onnxruntime.InferenceSession(str(artifact.path(MODEL)), settings, providers=[_CPU])
+            session = onnxruntime.InferenceSession(
+                str(artifact.path(MODEL)), settings, providers=[_CPU], disabled_optimizers=_UNWANTED
+            )
         except Exception as error:  # the binding raises its own unrelated classes
             raise StageError(f"ONNX Runtime cannot load {artifact.variant}: {error}") from error
         self._session: Any = session

@@ -1,7 +1,7 @@
 """From the exported graph to the graphs that backends are made from: each pass exact, in this order, and recorded.
 
 exported ──fold──▶ ──┬──────────prune──▶ plain (every ONNX backend, and the bundle's own fp32 graph)
-                     └──fuse──▶ prune──▶ fused (ONNX Runtime)
+                     └──fuse──▶ prune──▶ split norms──▶ fused (ONNX Runtime)
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from hasten.backends import Dialect
 from hasten.builder.fold import fold_types
+from hasten.builder.norms import split_norms
 from hasten.builder.optimize import fuse
 from hasten.builder.prune import prune
 from hasten.core.report import Pass, Unfused
@@ -39,8 +40,9 @@ def apply_passes(
     made: Mapping[Dialect, Sequence[str]] | None = None,
 ) -> Graphs:
     """Each pass writes into a folder of its own; `made` names the variants that start from each dialect."""
-    folded, plain, whole, fused = (work / name / exported.name for name in ("folded", "plain", "whole", "fused"))
-    for file in (folded, plain, whole, fused):
+    names = ("folded", "plain", "whole", "pruned", "fused")
+    folded, plain, whole, pruned, fused = (work / name / exported.name for name in names)
+    for file in (folded, plain, whole, pruned, fused):
         file.parent.mkdir()
     onnx, ort = ((made or {}).get(dialect, ()) for dialect in (Dialect.ONNX, Dialect.ORT))
     is_folded = fold_types(exported, folded, external_data=external_data)
@@ -51,8 +53,11 @@ def apply_passes(
     # Fused first and pruned then: fusion knows attention only while queries, keys and values have the same rows.
     fusions = fuse(folded, whole, config, external_data=external_data, pads_left=pads_left)
     passes.append(record("fuse", folded, whole, variants=ort, notes=fusions.notes(), left=fusions.left))
-    pruning = prune(whole, fused, external_data=external_data, plain=folded)
-    passes.append(record("prune", whole, fused, variants=ort, notes=pruning.notes()))
+    pruning = prune(whole, pruned, external_data=external_data, plain=folded)
+    passes.append(record("prune", whole, pruned, variants=ort, notes=pruning.notes()))
+    count = split_norms(pruned, fused, external_data=external_data)
+    apart = [f"{count} norms apart from what is added before them"] if count else []
+    passes.append(record("split norms", pruned, fused, variants=ort, notes=apart))
     return Graphs(plain, fused, tuple(passes))
 
 
