@@ -10,6 +10,9 @@ from typing import Any
 
 from hasten.core.errors import StageError, missing_package
 
+# Past this, weights lie in a second file: protobuf ends at 2 GiB, and the graph needs some of it.
+EXTERNAL_DATA_BYTES = 2**31 - 2**27
+
 
 def read_graph(file: Path, *, with_weights: bool = True) -> Any:
     try:
@@ -43,6 +46,11 @@ def copy_graph(graph: Path, file: Path) -> None:
         target = file if part == graph else file.with_name(part.name)
         if not target.exists():
             shutil.copyfile(part, target)  # no link: onnx takes one for an attack
+
+
+def is_large(graph: Path) -> bool:
+    """Whether a graph and its weights are more than one file of protobuf may hold, or nearly so."""
+    return sum(file.stat().st_size for file in graph.parent.glob(f"{graph.name}*")) > EXTERNAL_DATA_BYTES
 
 
 def operators(file: Path) -> dict[str, int]:

@@ -10,16 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeAlias
 
-from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source
+from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session
+from hasten.builder.attempt import Attempts, Original
 from hasten.builder.check import check_graph, check_tokenizer
 from hasten.builder.choose import GRAPH, MODULE, contenders, explain, rank
 from hasten.builder.detect import detect_task
-from hasten.builder.export import EXTERNAL_DATA_BYTES, IR_VERSION, OPSET, export
+from hasten.builder.export import IR_VERSION, OPSET, export
 from hasten.builder.given import LoadedGraph, load_graph
-from hasten.builder.load import LoadedModel, load_model, save_tokenizer
+from hasten.builder.load import load_model, save_tokenizer
 from hasten.builder.passes import apply_passes, record
+from hasten.builder.search import Search, Trial, ladder
 from hasten.builder.source import ModelDirectory, find_model
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
@@ -33,19 +34,18 @@ from hasten.core.report import Bench, Candidate, Pass, Report, Stage, Status, Ve
 from hasten.core.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
 from hasten.core.version import __version__
+from hasten.graph import is_large
 from hasten.measure.bench import bench
 from hasten.measure.data import Data, read_data, sample_rows
-from hasten.measure.verify import Expectation, expect, verify
+from hasten.measure.verify import Expectation, expect
 from hasten.predictor import Predictor
-from hasten.quantize.dynamic import quantize_dynamic
+from hasten.quantize.recipe import Recipe, read_recipe
 
 # Enough to see half a percent of flips; more would only make the bundle heavier.
 _STORED_REFERENCE_ROWS = 2000
 _STORED_REFERENCE_BYTES = 2**25
 # The two a bundle holds by default are the two whose other shapes matter.
 _FINALISTS = 2
-
-Original: TypeAlias = LoadedModel | LoadedGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,8 @@ class Outline:
     # The backend that runs the original.
     baseline: str
     contenders: tuple[str, ...]
+    # What is tried after them while there is time.
+    further: tuple[str, ...]
     unavailable: tuple[Candidate, ...]
 
 
@@ -73,13 +75,18 @@ def _look(plan: Plan, output: Path | None, *, force: bool, directory: Path | Non
     data = read_data(plan.data, plan.columns) if plan.data is not None else None
     model = find_model(plan, with_weights=False, directory=directory)
     baseline = MODULE if model.graph is None else GRAPH
-    wanted, unavailable = contenders(plan, this_machine(), baseline)
+    recipe = read_recipe(Path(plan.recipe)) if plan.recipe is not None else None
+    wanted, unavailable = contenders(plan, this_machine(), baseline, recipe)
     task = detect_task(model, plan)
     if data is not None:
         task.parse(data.rows)
     target = output or cache_directory() / "bundles" / _cache_name(model, directory)
-    names = tuple(variant.name for variant in wanted)
-    return Outline(model.id, task.name, target, baseline, names, tuple(unavailable)), data
+    further: list[Variant] = []
+    if not plan.variants and recipe is None:
+        further, missing = ladder(wanted)
+        unavailable += missing
+    names, later = (tuple(variant.name for variant in variants) for variants in (wanted, further))
+    return Outline(model.id, task.name, target, baseline, names, later, tuple(unavailable)), data
 
 
 def _cache_name(model: ModelDirectory, directory: Path | None) -> str:
@@ -110,14 +117,6 @@ def build(
         translate_os_errors(doing, temporary),
     ):
         return _Build(plan, about, data, Path(work), progress or Silent(), force or output is None, directory).run()
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """A variant that was made, and how it did."""
-
-    artifact: Artifact
-    verdict: Verdict
 
 
 @dataclass
@@ -171,7 +170,7 @@ class _Build:
                 exported,
                 self.work,
                 loaded.config,
-                external_data=_is_large(exported),
+                external_data=is_large(exported),
                 pads_left=loaded.signature.pads_left,
                 made=made,
             )
@@ -182,11 +181,23 @@ class _Build:
             checked = check_graph(session, original, expected.encoded.batch, is_exact=is_exact)
             notes.append(f"the graph {f'equals {loaded.baseline}' if is_exact else 'answers'} at {', '.join(checked)}")
 
-        with self._stage("make and verify") as notes:
-            trials, failed = self._try_all(loaded, tokenizer, graphs.by_dialect(), expected)
-            eligible = {variant: trial for variant, trial in trials.items() if trial.verdict.passed}
-            notes.append(f"{len(eligible)} of {len(trials)} variants agree with the original")
-        refused = (*_inaccurate(trials), *failed, *self.about.unavailable)
+        with self._stage("search") as notes:
+            attempts = Attempts(
+                plan=self.plan,
+                loaded=loaded,
+                tokenizer=tokenizer,
+                graphs=graphs.by_dialect(),
+                expected=expected,
+                calibration_rows=rows.calibration,
+                target=self.target,
+                work=self.work,
+                progress=self.progress,
+                given=self.recipe,
+            )
+            search = self._search(attempts)
+            eligible = {variant: trial for variant, trial in search.trials.items() if trial.verdict.passed}
+            notes.append(f"{len(eligible)} of {len(search.trials)} variants answer like the original")
+        refused = (*_inaccurate(search.trials), *search.failed, *self.about.unavailable)
         if not any(BACKENDS.get(variant.backend).is_stored for variant in eligible):
             raise AccuracyError(
                 f"no variant of {model.id} may be used", hint="the gate is set by --min-agreement and --max-drop",
@@ -196,7 +207,7 @@ class _Build:
         with self._stage("benchmark") as notes:
             shapes = self._shapes(loaded, notes)
             racing = {variant: trial.artifact for variant, trial in eligible.items()}
-            baseline = racing.pop(loaded.baseline, None) or self._make(loaded.baseline, loaded.source)
+            baseline = racing.pop(loaded.baseline, None) or attempts.make(loaded.baseline)
             measured = bench(
                 [baseline, *racing.values()],
                 shapes.corners(),
@@ -286,46 +297,18 @@ class _Build:
         artifact = Artifact(variant, loaded.signature, graph.parent, {MODEL: graph.name})
         return BACKENDS.get(variant.backend).open(artifact, RunOptions(self.plan.threads))
 
-    def _make(self, variant: Variant, source: Source) -> Artifact:
-        return BACKENDS.get(variant.backend).make(source, variant, self._folder(variant.name))
-
-    def _prepare(self, variant: Variant, loaded: Original, graphs: Mapping[Dialect, Path]) -> Source:
-        """The model in the form this variant is made from: its dialect and, where graphs carry it, its precision."""
-        dialect = BACKENDS.get(variant.backend).dialect
-        if dialect is Dialect.MODULE or variant == loaded.baseline:
-            return loaded.source
-        graph = graphs[dialect]
-        if dialect is Dialect.ORT and variant.precision is Precision.INT8 and loaded.precision is Precision.FP32:
-            quantized = self._folder(f"{variant.name}-graph") / graph.name
-            quantize_dynamic(graph, quantized, external_data=_is_large(graph))
-            self.passes.append(record("quantize", graph, quantized, variants=[variant.name]))
-            graph = quantized
-        return Source(loaded.signature, {MODEL: graph})
-
-    def _try_all(
-        self, loaded: Original, tokenizer: Tokenizer, graphs: Mapping[Dialect, Path], expected: Expectation
-    ) -> tuple[dict[Variant, _Trial], list[Candidate]]:
-        """Make and verify each contender. One that fails is recorded if we picked it, an error if the user did."""
-        trials: dict[Variant, _Trial] = {}
-        failed: list[Candidate] = []
+    def _search(self, attempts: Attempts) -> Search:
+        search = Search(attempts, attempts.most_sensitive, self.plan.budget_s, self.progress)
         wanted = [Variant.parse(name) for name in self.about.contenders]
-        if isinstance(loaded, LoadedGraph) and not self.plan.variants:
-            wanted.insert(0, loaded.baseline)  # what was given may already be the fastest
-        for variant in wanted:
-            try:
-                artifact = self._make(variant, self._prepare(variant, loaded, graphs))
-                with BACKENDS.get(variant.backend).open(artifact, RunOptions(self.plan.threads)) as session:
-                    if session.spec.precision != variant.precision:
-                        raise StageError(f"{variant} really computes in {session.spec.precision} here")
-                    predictor = Predictor(loaded.task, tokenizer, session)
-                    trials[variant] = _Trial(
-                        artifact, verify(predictor, variant.name, expected, self.plan.gate, self.progress)
-                    )
-            except StageError as error:
-                if self.plan.variants:
-                    raise
-                failed.append(Candidate(variant.name, Status.FAILED, error.message))
-        return trials, failed
+        if self.plan.variants or self.recipe is not None:
+            search.try_asked(wanted)
+            return search
+        if isinstance(attempts.loaded, LoadedGraph):
+            wanted.insert(0, attempts.loaded.baseline)  # what was given may already be the fastest
+        # A model that comes quantized is not quantized again.
+        is_whole = attempts.loaded.precision is Precision.FP32
+        search.try_offered(wanted, [Variant.parse(name) for name in self.about.further] if is_whole else [])
+        return search
 
     def _report(
         self,
@@ -347,7 +330,7 @@ class _Build:
         )
 
     def _manifest(
-        self, model: ModelDirectory, loaded: Original, graphs: dict[str, str], kept: Sequence[_Trial]
+        self, model: ModelDirectory, loaded: Original, graphs: dict[str, str], kept: Sequence[Trial]
     ) -> Manifest:
         return Manifest(
             schema=SCHEMA,
@@ -382,7 +365,7 @@ def _stored_rows(expected: Expectation) -> int:
     return min(_STORED_REFERENCE_ROWS, max(16, expected.encoded.items * _STORED_REFERENCE_BYTES // max(1, size)))
 
 
-def _entry(trial: _Trial) -> VariantEntry:
+def _entry(trial: Trial) -> VariantEntry:
     variant = trial.artifact.variant
     return VariantEntry(
         name=variant.name,
@@ -396,14 +379,10 @@ def _entry(trial: _Trial) -> VariantEntry:
     )
 
 
-def _inaccurate(trials: Mapping[Variant, _Trial]) -> list[Candidate]:
+def _inaccurate(trials: Mapping[Variant, Trial]) -> list[Candidate]:
     return [
         Candidate(variant.name, Status.INACCURATE, trial.verdict.reason, trial.verdict)
         for variant, trial in trials.items()
         if not trial.verdict.passed
     ]
 
-
-def _is_large(graph: Path) -> bool:
-    size = sum(file.stat().st_size for file in graph.parent.glob(f"{graph.name}*"))
-    return size > EXTERNAL_DATA_BYTES

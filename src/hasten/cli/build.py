@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gate.add_argument("--metric", metavar="NAME", help="the one --max-drop goes by: macro-f1, … (default: the task's)")
     parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="try these only: onnxruntime-fp32 …")
     parser.add_argument("--keep", choices=("best", "all"), default="best", help="store the best two variants, or all")
+    parser.add_argument("--recipe", metavar="TOML", help="make the variant of this recipe again, instead of searching")
+    parser.add_argument("--budget", default="5m", metavar="TIME", help="time for the search (default: 5m)")
     parser.add_argument("--bench-budget", default="30s", metavar="TIME", help="time for the benchmark (default: 30s)")
     parser.add_argument("--threads", type=int, metavar="N", help="default: all cores this process may use")
     parser.add_argument("--force", action="store_true", help="replace the bundle at the output")
@@ -57,6 +59,8 @@ def main(args: argparse.Namespace) -> int:
         data=args.data,
         columns=parse_columns(args.columns) if args.columns is not None else {},
         gate=Gate(args.min_agreement, args.max_drop, args.metric),
+        recipe=args.recipe,
+        budget_s=parse_duration(args.budget),
         bench_budget_s=parse_duration(args.bench_budget),
         threads=args.threads,
         keep=Keep(args.keep),
@@ -73,6 +77,8 @@ def main(args: argparse.Namespace) -> int:
         else:
             console.out.print(f"model   {about.model} ({about.task})")
             console.out.print(f"try     {', '.join(about.contenders)}")
+            if about.further:
+                console.out.print(f"then    {', '.join(about.further)}, as far as {args.budget} go")
             console.out.print(f"against {about.baseline}")
             for candidate in about.unavailable:
                 console.out.print(f"        [dim]not {candidate.variant}: {candidate.reason}[/]")

@@ -41,6 +41,10 @@ class Range:
             )
         return cls(low, opt, high)
 
+    @property
+    def distinct(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys((self.min, self.opt, self.max)))
+
     def at_most(self, limit: int) -> Range:
         return Range(min(self.min, limit), min(self.opt, limit), min(self.max, limit))
 
@@ -98,6 +102,9 @@ class Plan:
     # What the task calls a column to what the data calls it.
     columns: dict[str, str] = field(default_factory=dict)
     gate: Gate = field(default_factory=Gate)
+    # A recipe to repeat, instead of a search.
+    recipe: str | None = None
+    budget_s: float = 300.0
     bench_budget_s: float = 30.0
     threads: int | None = None
     keep: Keep = Keep.BEST
@@ -107,6 +114,10 @@ class Plan:
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
             raise PlanError(f"--threads {self.threads} is less than one")
+        if not self.budget_s > 0:
+            raise PlanError("the search's budget must be more than nothing", hint="--budget 5m")
+        if self.recipe is not None and self.variants:
+            raise PlanError("--recipe names its variant, and --variants another", hint="leave one of them out")
         if not self.bench_budget_s > 0:
             raise PlanError("the benchmark's budget must be more than nothing", hint="--bench-budget 30s")
         if self.gate.max_drop is not None and self.data is None:

@@ -131,6 +131,7 @@ class Status(StrEnum):
     INACCURATE = "inaccurate"
     FAILED = "failed"
     UNAVAILABLE = "unavailable"
+    SKIPPED = "skipped"
 
 
 @dataclass(frozen=True, slots=True)
