@@ -381,9 +381,11 @@ def test_a_quantized_graph_is_its_own_reference(
     from hasten.core.plan import Gate
     from hasten.measure.verify import reverify
     from hasten.quantize.dynamic import quantize_dynamic
+    from hasten.quantize.recipe import Method, Recipe
 
     model = copied(classifier, tmp_path)
-    quantize_dynamic(model / "model.onnx", model / "model_quantized.onnx", external_data=False)
+    recipe = Recipe(variant="onnxruntime-int8", method=Method.DYNAMIC, target="avx512_vnni", attention=True)
+    quantize_dynamic(model / "model.onnx", model / "model_quantized.onnx", recipe, external_data=False)
     bundle = quick_build(model, file_name="model_quantized.onnx", keep="all")
     rows = {row.variant: row for row in bundle.report.candidates}
     assert bundle.manifest.graph_precision is Precision.INT8

@@ -31,7 +31,8 @@ from hasten.core.probe_graph import INPUT, WIDTH, probe_graph
 from hasten.core.tensors import Batch, Layout, Outputs, SessionSpec, Shape, pad, unpad
 from hasten.core.variant import CPU, Precision, Support, Variant
 
-_PRECISIONS = (Precision.FP32, Precision.INT8)
+_OFFERED = (Precision.FP32, Precision.INT8)
+_PRECISIONS = (*_OFFERED, Precision.INT4)
 _ERRORS_ONLY = 3
 _CPU = "CPUExecutionProvider"
 # It would put norms back together with the additions before them, into a kernel that is slower than the two.
@@ -53,7 +54,7 @@ class OnnxRuntime:
         return probe_packages(self)
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
-        return [Variant(self.name, precision) for precision in _PRECISIONS]
+        return [Variant(self.name, precision) for precision in _OFFERED]
 
     def make(self, source: Source, variant: Variant, directory: Path) -> Artifact:
         """The graph comes fused and quantized; here it only moves, its external data with it."""
@@ -197,8 +198,14 @@ def stored_precision(graph: Path) -> Precision:
     # Only matrices count: biases and norms stay in fp32 whatever the products run in, and so do embeddings.
     nodes = model.graph.node
     looked_up = {node.input[0] for node in nodes if node.op_type == "Gather"}
-    looked_up.update(*(node.input for node in nodes if node.op_type == "EmbedLayerNormalization"))
+    looked_up.update(*(node.input for node in nodes if node.op_type.endswith("EmbedLayerNormalization")))
     weights: Counter[Precision] = Counter()
+    for node in nodes:
+        if node.op_type == "MatMulNBits":
+            # Packed into bytes, whatever their bits; beside them a matrix of scales.
+            about = {entry.name: entry.i for entry in node.attribute}
+            weights[Precision.INT8 if about["bits"] == 8 else Precision.INT4] += about["K"] * about["N"]
+            looked_up.update(node.input)
     for tensor in model.graph.initializer:
         if len(tensor.dims) == 2 and tensor.data_type in kinds and tensor.name not in looked_up:
             weights[kinds[tensor.data_type]] += math.prod(tensor.dims)

@@ -1,4 +1,4 @@
-"""OpenVINO on the CPU: Intel and Arm, in fp32 and in the half precisions the processor computes in."""
+"""OpenVINO on the CPU: Intel and Arm, in fp32, in the half precisions the processor computes in, and in int8."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ from hasten.core.variant import CPU, Precision, Support, Variant
 # OpenVINO's word for the precision, and what its CPU plugin must list among its capabilities.
 _HINTS = {Precision.FP32: "f32", Precision.FP16: "f16", Precision.BF16: "bf16"}
 _CAPABILITIES = {Precision.FP16: "FP16", Precision.BF16: "BF16"}
+# The faster first: bf16 goes through the matrix units where a processor has any.
+_HALVES = (Precision.BF16, Precision.FP16)
+_BYTES = ("i8", "u8")
 
 
 class OpenVino:
@@ -43,16 +46,16 @@ class OpenVino:
             return support
         if variant.device != CPU:
             return Support.no(f"it runs on the CPU, not on '{variant.device}'")
-        if variant.precision not in _HINTS:
-            return Support.no(f"it has no {variant.precision} without quantization")
+        if variant.precision not in (*_HINTS, Precision.INT8):
+            return Support.no(f"it does not compute in {variant.precision}")
         needed = _CAPABILITIES.get(variant.precision)
         if needed is not None and needed not in _cpu_capabilities():
             return Support.no(f"this processor does not compute in {variant.precision}")
         return support
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
-        """fp32, and the half precision that pays here: bf16 goes through the matrix units where a processor has any."""
-        halves = [Variant(self.name, precision) for precision in (Precision.BF16, Precision.FP16)]
+        """fp32, and the half precision that pays here; int8 has to be calibrated first."""
+        halves = [Variant(self.name, precision) for precision in _HALVES]
         return [
             Variant(self.name, Precision.FP32),
             *[half for half in halves if self.probe(machine, half).ok][:1],
@@ -65,6 +68,8 @@ class OpenVino:
         for name, path in source.graphs.items():
             try:
                 model = _core().read_model(path)
+                if variant.precision is Precision.INT8 and not _is_quantized(model):
+                    raise StageError(f"{variant} cannot be made: the graph '{name}' is not quantized")
                 # Weights stay fp32 in the file: from fp16 ones the embedding lookup is four times slower (2 % of MiniLM
                 # at 8×128), and loading has to widen them before it can repack them.
                 openvino.save_model(model, directory / f"{name}.xml", compress_to_fp16=False)
@@ -107,7 +112,15 @@ def _cpu_capabilities() -> frozenset[str]:
     return frozenset(_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
 
 
+def _is_quantized(model: Any) -> bool:
+    """By NNCF, or with pairs of ONNX's own operators."""
+    return any(op.get_type_name() == "FakeQuantize" for op in model.get_ops())
+
+
 def _compile(model: Any, precision: Precision, threads: int) -> Any:
+    if precision is Precision.INT8:
+        # What is not quantized runs in the half precision that pays here.
+        precision = next((half for half in _HALVES if _CAPABILITIES[half] in _cpu_capabilities()), Precision.FP32)
     settings = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": _HINTS[precision],
@@ -165,7 +178,7 @@ def _executed_precision(compiled: Any) -> str:
 
 def _layers(compiled: Any) -> Counter[tuple[str, str]]:
     """The layers that the compiled model consists of, with the precision each runs in."""
-    names = {hint: precision.value for precision, hint in _HINTS.items()}
+    names = {hint: precision.value for precision, hint in _HINTS.items()} | dict.fromkeys(_BYTES, Precision.INT8.value)
     found: Counter[tuple[str, str]] = Counter()
     for node in compiled.get_runtime_model().get_ops():
         about = node.get_rt_info()
