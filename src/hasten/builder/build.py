@@ -38,6 +38,8 @@ from hasten.measure.data import Data, read_data, sample_rows
 from hasten.measure.verify import Expectation, expect, verify
 from hasten.predictor import Predictor
 from hasten.quantize.dynamic import quantize_dynamic
+from hasten.quantize.recipe import Method, Recipe
+from hasten.quantize.targets import target_of
 
 # Enough to see half a percent of flips; more would only make the bundle heavier.
 _STORED_REFERENCE_ROWS = 2000
@@ -297,7 +299,10 @@ class _Build:
         graph = graphs[dialect]
         if dialect is Dialect.ORT and variant.precision is Precision.INT8 and loaded.precision is Precision.FP32:
             quantized = self._folder(f"{variant.name}-graph") / graph.name
-            quantize_dynamic(graph, quantized, external_data=_is_large(graph))
+            recipe = Recipe(
+                variant=variant.name, method=Method.DYNAMIC, target=target_of(self.machine).name, attention=True
+            )
+            quantize_dynamic(graph, quantized, recipe, external_data=_is_large(graph))
             self.passes.append(record("quantize", graph, quantized, variants=[variant.name]))
             graph = quantized
         return Source(loaded.signature, {MODEL: graph})

@@ -6,12 +6,15 @@ import logging
 from pathlib import Path
 
 from hasten.core.errors import StageError
+from hasten.quantize.recipe import Recipe
+from hasten.quantize.split import kept
 
 # The place of the positions among what EmbedLayerNormalization takes.
 _POSITIONS = 8
+_OPERATORS = ("EmbedLayerNormalization", "Gather", "MatMul")
 
 
-def quantize_dynamic(graph: Path, file: Path, *, external_data: bool) -> None:
+def quantize_dynamic(graph: Path, file: Path, recipe: Recipe, *, external_data: bool) -> None:
     import onnx
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization import quantize_dynamic as quantize
@@ -25,7 +28,9 @@ def quantize_dynamic(graph: Path, file: Path, *, external_data: bool) -> None:
             file,
             per_channel=True,
             weight_type=QuantType.QInt8,
-            nodes_to_exclude=_with_positions(graph),
+            reduce_range=recipe.reduce_range,
+            op_types_to_quantize=[*_OPERATORS, *(["Attention"] if recipe.attention else [])],
+            nodes_to_exclude=[*_with_positions(graph), *kept(recipe)],
             use_external_data_format=external_data,
             # Fused operators have no shape inference, so the quantizer is told what their tensors are.
             extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
