@@ -8,6 +8,7 @@ from hasten.core.errors import PlanError, StageError, missing_package
 from hasten.graph import read_graph, write_graph
 from hasten.quantize.recipe import Recipe
 from hasten.quantize.silence import silenced
+from hasten.quantize.split import kept
 
 _BITS = (4, 8)
 # ONNX Runtime's number for products computed in int8.
@@ -29,7 +30,7 @@ def quantize_blocks(graph: Path, file: Path, recipe: Recipe, *, external_data: b
         bits=recipe.bits,
         block_size=recipe.block_size,
         accuracy_level=_INT8,
-        nodes_to_exclude=list(recipe.keep),
+        nodes_to_exclude=kept(recipe),
     )
     try:
         with silenced():

@@ -9,6 +9,7 @@ from hasten.core.errors import StageError
 from hasten.graph import read_graph
 from hasten.quantize.recipe import Recipe
 from hasten.quantize.silence import silenced
+from hasten.quantize.split import kept
 
 # The place of the positions among what EmbedLayerNormalization takes, and that of the bias in Attention.
 _POSITIONS = 8
@@ -22,8 +23,6 @@ def quantize_dynamic(graph: Path, file: Path, recipe: Recipe, *, external_data: 
     from onnxruntime.quantization.registry import IntegerOpsRegistry
 
     nodes = read_graph(graph, with_weights=False).graph.node
-    # A Gemm becomes a MatMul of another name before anyone asks whether it is to be left alone.
-    kept = [name for product in recipe.keep for name in (product, f"{product}_MatMul")]
     try:
         with silenced():
             quantize(
@@ -33,7 +32,7 @@ def quantize_dynamic(graph: Path, file: Path, recipe: Recipe, *, external_data: 
                 per_channel=True,
                 reduce_range=recipe.reduce_range,
                 weight_type=QuantType.QInt8,
-                nodes_to_exclude=[*kept, *(node.name for node in nodes if loses_inputs(node))],
+                nodes_to_exclude=[*kept(recipe), *(node.name for node in nodes if loses_inputs(node))],
                 use_external_data_format=external_data,
                 # Fused operators have no shape inference, so the quantizer is told what their tensors are.
                 extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},

@@ -12,6 +12,7 @@ from hasten.quantize.calibration import Calibration
 from hasten.quantize.dynamic import quantize_dynamic
 from hasten.quantize.openvino_int8 import quantize_nncf
 from hasten.quantize.recipe import Method, Recipe
+from hasten.quantize.rewrite import rewrite
 from hasten.quantize.static import quantize_static
 
 
@@ -22,8 +23,6 @@ def make_graph(
     if not (recipe.split or recipe.smooth or recipe.gelu):
         _quantize(graph, file, recipe, calibration, external_data=external_data)
         return
-    from hasten.quantize.rewrite import rewrite
-
     with tempfile.TemporaryDirectory(prefix="hasten-") as work:
         rewritten = Path(work) / graph.name
         rewrite(graph, rewritten, recipe, external_data=external_data)

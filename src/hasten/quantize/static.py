@@ -15,6 +15,7 @@ from hasten.quantize.calibration import Calibration
 from hasten.quantize.dynamic import loses_inputs
 from hasten.quantize.recipe import Calibrator, Recipe
 from hasten.quantize.silence import silenced
+from hasten.quantize.split import kept
 
 _PRODUCTS = ("MatMul", "Gemm")
 # Ranges need not be symmetric: unsigned bytes hold what GELU gives, -0.2 to 24, twice as finely so. Entropy gets more
@@ -123,7 +124,7 @@ def _quantize_attention(model: Any, recipe: Recipe) -> Any:
         activation_qType=QuantType.QUInt8,
         tensors_range=_ranges(recipe),
         nodes_to_quantize=[],
-        nodes_to_exclude=[*recipe.keep, *(node.name for node in model.graph.node if loses_inputs(node))],
+        nodes_to_exclude=[*kept(recipe), *(node.name for node in model.graph.node if loses_inputs(node))],
         op_types_to_quantize=["Attention"],
         extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
     )
@@ -136,6 +137,7 @@ def _quantized(graph: Any, recipe: Recipe) -> Iterator[Any]:
     """The nodes that are quantized: those with weights. Products of two activations are cheap, and suffer most."""
     weights = {tensor.name for tensor in graph.initializer}
     kinds = (*_PRODUCTS, "Attention") if recipe.attention else _PRODUCTS
+    left_alone = set(kept(recipe))
     for node in graph.node:
         if node.op_type in kinds and node.name not in recipe.keep and not loses_inputs(node):
             if node.input[1] in weights and node.input[0] not in weights:
