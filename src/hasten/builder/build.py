@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import tempfile
 import time
@@ -15,7 +16,7 @@ from typing import TypeAlias
 from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source
 from hasten.builder.check import check_graph, check_tokenizer
 from hasten.builder.choose import GRAPH, MODULE, contenders, explain, rank
-from hasten.builder.detect import detect_task
+from hasten.builder.detect import detect_task, foresee
 from hasten.builder.export import EXTERNAL_DATA_BYTES, IR_VERSION, OPSET, export
 from hasten.builder.given import LoadedGraph, load_graph
 from hasten.builder.load import LoadedModel, load_model, save_tokenizer
@@ -25,7 +26,7 @@ from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
 from hasten.bundle.write import check_target
 from hasten.core.cache import cache_directory
-from hasten.core.errors import AccuracyError, HastenError, PlanError, StageError, translate_os_errors
+from hasten.core.errors import AccuracyError, HastenError, StageError, translate_os_errors
 from hasten.core.hardware import Machine, this_machine
 from hasten.core.plan import Keep, Plan, Shapes
 from hasten.core.progress import Progress, Silent
@@ -33,11 +34,16 @@ from hasten.core.report import Bench, Candidate, Pass, Report, Stage, Status, Ve
 from hasten.core.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
 from hasten.core.version import __version__
+from hasten.graph import depends_on_batch
 from hasten.measure.bench import bench
-from hasten.measure.data import Data, read_data, sample_rows
+from hasten.measure.data import Data, check_columns, read_data, sample_rows
+from hasten.measure.rows import check_calibration, check_rows
 from hasten.measure.verify import Expectation, expect, verify
 from hasten.predictor import Predictor
 from hasten.quantize.dynamic import quantize_dynamic
+from hasten.tasks import AnyTask
+
+logger = logging.getLogger("hasten")
 
 # Enough to see half a percent of flips; more would only make the bundle heavier.
 _STORED_REFERENCE_ROWS = 2000
@@ -59,6 +65,8 @@ class Outline:
     baseline: str
     contenders: tuple[str, ...]
     unavailable: tuple[Candidate, ...]
+    # What a person should know about the data.
+    notes: tuple[str, ...] = ()
 
 
 def outline(plan: Plan, output: Path | None = None, *, force: bool = False) -> Outline:
@@ -66,20 +74,44 @@ def outline(plan: Plan, output: Path | None = None, *, force: bool = False) -> O
     return _look(plan, output, force=force, directory=None)[0]
 
 
-def _look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None) -> tuple[Outline, Data | None]:
-    """The outline, and the data that was read for it: a pipe can be read only once."""
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The user's own rows, read once: a pipe cannot be read again."""
+
+    data: Data | None
+    calibration: Data | None
+
+
+def _look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None) -> tuple[Outline, _Given]:
+    """The outline, and the rows that were read for it."""
     if output is not None:
         check_target(output, force=force)
-    data = read_data(plan.data, plan.columns) if plan.data is not None else None
+    given = _Given(
+        read_data(plan.data, plan.columns) if plan.data is not None else None,
+        # It needs no labels, so those of the columns may be missing.
+        read_data(plan.calibration, plan.columns, may_lack_columns=True) if plan.calibration is not None else None,
+    )
     model = find_model(plan, with_weights=False, directory=directory)
     baseline = MODULE if model.graph is None else GRAPH
     wanted, unavailable = contenders(plan, this_machine(), baseline)
     task = detect_task(model, plan)
-    if data is not None:
-        task.parse(data.rows)
+    notes = _check_given(given, plan, model, task)
     target = output or cache_directory() / "bundles" / _cache_name(model, directory)
     names = tuple(variant.name for variant in wanted)
-    return Outline(model.id, task.name, target, baseline, names, tuple(unavailable)), data
+    return Outline(model.id, task.name, target, baseline, names, tuple(unavailable), notes), given
+
+
+def _check_given(given: _Given, plan: Plan, model: ModelDirectory, task: AnyTask) -> tuple[str, ...]:
+    """Refuse what no build could judge by, and say what it will not show."""
+    check_columns(plan.columns, task)
+    notes: tuple[str, ...] = ()
+    if given.data is not None:
+        spec = foresee(model, task, plan)
+        rows = given.data.rows_for(spec, is_quiet=True) if spec is not None else given.data.rows
+        notes += check_rows(task, spec, rows, plan.gate, plan.gate.needing_labels)
+    if given.calibration is not None:
+        notes += check_calibration(task, given.data, given.calibration)
+    return notes
 
 
 def _cache_name(model: ModelDirectory, directory: Path | None) -> str:
@@ -101,7 +133,9 @@ def build(
 
     `directory` is where a model lies whose name in the plan is not an address.
     """
-    about, data = _look(plan, output, force=force, directory=directory)
+    about, given = _look(plan, output, force=force, directory=directory)
+    for note in about.notes:
+        logger.warning("%s", note)
     temporary = Path(tempfile.gettempdir())
     doing = f"working in {temporary}"
     with (
@@ -109,7 +143,7 @@ def build(
         tempfile.TemporaryDirectory(prefix="hasten-") as work,
         translate_os_errors(doing, temporary),
     ):
-        return _Build(plan, about, data, Path(work), progress or Silent(), force or output is None, directory).run()
+        return _Build(plan, about, given, Path(work), progress or Silent(), force or output is None, directory).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +158,7 @@ class _Trial:
 class _Build:
     plan: Plan
     about: Outline
-    data: Data | None
+    given: _Given
     work: Path
     progress: Progress
     force: bool
@@ -145,12 +179,13 @@ class _Build:
             notes += _kind_notes(model, loaded)
 
         with self._stage("reference") as notes:
-            rows = self.data.rows_for(loaded.task) if self.data else sample_rows(loaded.task)
+            data = self.given.data
+            rows = data.rows_for(loaded.task) if data is not None else sample_rows(loaded.task)
             original = self._original(loaded)
             gate, predictor = self.plan.gate, Predictor(loaded.task, tokenizer, original)
+            # Once more, now that all labels are known for sure: an adapter may bring its own.
+            check_rows(predictor.task, loaded.task, rows, gate, gate.needing_labels)
             expected = expect(predictor, rows, self.progress, metric=gate.metric)
-            if expected.metric is None and (gate.max_drop is not None or gate.metric is not None):
-                raise PlanError(f"{self.plan.data} has no labels, so no metric can be measured on it")
             notes.append(f"{len(rows)} rows answered by {loaded.baseline}")
             if expected.metric is not None:
                 notes.append(f"{expected.metric.name} {expected.metric.value:.4f}")
@@ -313,13 +348,16 @@ class _Build:
             wanted.insert(0, loaded.baseline)  # what was given may already be the fastest
         for variant in wanted:
             try:
-                artifact = self._make(variant, self._prepare(variant, loaded, graphs))
+                source = self._prepare(variant, loaded, graphs)
+                artifact = self._make(variant, source)
+                is_mixed = any(depends_on_batch(graph) for graph in source.graphs.values())
                 with BACKENDS.get(variant.backend).open(artifact, RunOptions(self.plan.threads)) as session:
                     if session.spec.precision != variant.precision:
                         raise StageError(f"{variant} really computes in {session.spec.precision} here")
                     predictor = Predictor(loaded.task, tokenizer, session)
+                    sizes = self.plan.shapes.batches if is_mixed else ()
                     trials[variant] = _Trial(
-                        artifact, verify(predictor, variant.name, expected, self.plan.gate, self.progress)
+                        artifact, verify(predictor, variant.name, expected, self.plan.gate, self.progress, sizes)
                     )
             except StageError as error:
                 if self.plan.variants:
@@ -344,6 +382,7 @@ class _Build:
             bench=measured,
             chosen=ranking[0].name,
             passes=tuple(self.passes),
+            notes=self.about.notes,
         )
 
     def _manifest(
@@ -393,6 +432,7 @@ def _entry(trial: _Trial) -> VariantEntry:
         graphs=dict(trial.artifact.graphs),
         agreement=trial.verdict.agreement,
         metric=trial.verdict.metric,
+        depends_on_batch=bool(trial.verdict.by_batch),
     )
 
 
