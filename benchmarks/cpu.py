@@ -195,8 +195,8 @@ def agreement_on(bundle: Bundle, data: Path) -> dict[str, Any]:
         return {
             "variant": bundle.chosen.name,
             "agreement": chosen.task.agree(ours, theirs, encoded, chosen.spec),
-            "metric": chosen.task.score(ours, encoded, gold, chosen.spec),
-            "fp32_metric": chosen.task.score(theirs, encoded, gold, chosen.spec),
+            "metric": chosen.task.metric(chosen.task.marks(ours, encoded, gold, chosen.spec), chosen.spec),
+            "fp32_metric": chosen.task.metric(chosen.task.marks(theirs, encoded, gold, chosen.spec), chosen.spec),
         }
 
 

@@ -59,6 +59,11 @@ def operators(file: Path) -> dict[str, int]:
     return dict(Counter(node.op_type for node in _all_nodes(graph)).most_common())
 
 
+def depends_on_batch(file: Path) -> bool:
+    """Whether a row may be answered otherwise beside other rows: one scale is taken for all, as they come."""
+    return bool(operators(file).keys() & {"DynamicQuantizeLinear", "DynamicQuantizeMatMul"})
+
+
 def attribute(node: Any, name: str, default: Any) -> Any:
     from onnx import helper
 

@@ -58,7 +58,7 @@ class Attempts:
             if session.spec.precision != variant.precision:
                 raise StageError(f"{variant} really computes in {session.spec.precision} here")
             predictor = Predictor(self.loaded.task, self.tokenizer, session)
-            sizes = self.plan.shapes.batch.distinct if self.depends_on_batch(variant) else ()
+            sizes = self.plan.shapes.batches if self.depends_on_batch(variant) else ()
             verdict = verify(
                 predictor, variant.name, self.expected, self.plan.gate, self.progress, batch_sizes=sizes
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import tempfile
 import time
@@ -15,7 +16,7 @@ from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Sess
 from hasten.builder.attempt import Attempts, Original
 from hasten.builder.check import check_graph, check_tokenizer
 from hasten.builder.choose import GRAPH, MODULE, contenders, explain, rank
-from hasten.builder.detect import detect_task
+from hasten.builder.detect import detect_task, foresee
 from hasten.builder.export import IR_VERSION, OPSET, export
 from hasten.builder.given import LoadedGraph, load_graph
 from hasten.builder.load import load_model, save_tokenizer
@@ -26,7 +27,7 @@ from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
 from hasten.bundle.write import check_target
 from hasten.core.cache import cache_directory
-from hasten.core.errors import AccuracyError, HastenError, PlanError, StageError, translate_os_errors
+from hasten.core.errors import AccuracyError, HastenError, StageError, translate_os_errors
 from hasten.core.hardware import Machine, this_machine
 from hasten.core.plan import Keep, Plan, Shapes
 from hasten.core.progress import Progress, Silent
@@ -36,10 +37,15 @@ from hasten.core.variant import Precision, Variant
 from hasten.core.version import __version__
 from hasten.graph import is_large
 from hasten.measure.bench import bench
-from hasten.measure.data import Data, read_data, sample_rows
+from hasten.measure.data import Data, check_columns, read_data
+from hasten.measure.rows import Rows, check_calibration, check_rows, choose_rows
 from hasten.measure.verify import Expectation, expect
 from hasten.predictor import Predictor
 from hasten.quantize.recipe import Recipe, read_recipe
+from hasten.quantize.ways import needs_calibration
+from hasten.tasks import AnyTask, TaskSpec
+
+logger = logging.getLogger("hasten")
 
 # Enough to see half a percent of flips; more would only make the bundle heavier.
 _STORED_REFERENCE_ROWS = 2000
@@ -61,6 +67,8 @@ class Outline:
     # What is tried after them while there is time.
     further: tuple[str, ...]
     unavailable: tuple[Candidate, ...]
+    # What a person should know about the data.
+    notes: tuple[str, ...] = ()
 
 
 def outline(plan: Plan, output: Path | None = None, *, force: bool = False) -> Outline:
@@ -68,25 +76,50 @@ def outline(plan: Plan, output: Path | None = None, *, force: bool = False) -> O
     return _look(plan, output, force=force, directory=None)[0]
 
 
-def _look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None) -> tuple[Outline, Data | None]:
-    """The outline, and the data that was read for it: a pipe can be read only once."""
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What the user brings beside the model, read once: a pipe cannot be read again."""
+
+    data: Data | None
+    calibration: Data | None
+    recipe: Recipe | None
+
+
+def _look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None) -> tuple[Outline, _Given]:
+    """The outline, and the rows that were read for it."""
     if output is not None:
         check_target(output, force=force)
-    data = read_data(plan.data, plan.columns) if plan.data is not None else None
+    given = _Given(
+        read_data(plan.data, plan.columns) if plan.data is not None else None,
+        # It needs no labels, so those of the columns may be missing.
+        read_data(plan.calibration, plan.columns, may_lack_columns=True) if plan.calibration is not None else None,
+        read_recipe(Path(plan.recipe)) if plan.recipe is not None else None,
+    )
     model = find_model(plan, with_weights=False, directory=directory)
     baseline = MODULE if model.graph is None else GRAPH
-    recipe = read_recipe(Path(plan.recipe)) if plan.recipe is not None else None
-    wanted, unavailable = contenders(plan, this_machine(), baseline, recipe)
+    wanted, unavailable = contenders(plan, this_machine(), baseline, given.recipe)
     task = detect_task(model, plan)
-    if data is not None:
-        task.parse(data.rows)
+    notes = _check_given(given, plan, model, task)
     target = output or cache_directory() / "bundles" / _cache_name(model, directory)
     further: list[Variant] = []
-    if not plan.variants and recipe is None:
+    if not plan.variants and given.recipe is None:
         further, missing = ladder(wanted)
         unavailable += missing
     names, later = (tuple(variant.name for variant in variants) for variants in (wanted, further))
-    return Outline(model.id, task.name, target, baseline, names, later, tuple(unavailable)), data
+    return Outline(model.id, task.name, target, baseline, names, later, tuple(unavailable), notes), given
+
+
+def _check_given(given: _Given, plan: Plan, model: ModelDirectory, task: AnyTask) -> tuple[str, ...]:
+    """Refuse what no build could judge by, and say what it will not show."""
+    check_columns(plan.columns, task)
+    notes: tuple[str, ...] = ()
+    if given.data is not None:
+        spec = foresee(model, task, plan)
+        rows = given.data.rows_for(spec, is_quiet=True) if spec is not None else given.data.rows
+        notes += check_rows(task, spec, rows, plan.gate, plan.gate.needing_labels)
+    if given.calibration is not None:
+        notes += check_calibration(task, given.data, given.calibration)
+    return notes
 
 
 def _cache_name(model: ModelDirectory, directory: Path | None) -> str:
@@ -108,7 +141,9 @@ def build(
 
     `directory` is where a model lies whose name in the plan is not an address.
     """
-    about, data = _look(plan, output, force=force, directory=directory)
+    about, given = _look(plan, output, force=force, directory=directory)
+    for note in about.notes:
+        logger.warning("%s", note)
     temporary = Path(tempfile.gettempdir())
     doing = f"working in {temporary}"
     with (
@@ -116,14 +151,14 @@ def build(
         tempfile.TemporaryDirectory(prefix="hasten-") as work,
         translate_os_errors(doing, temporary),
     ):
-        return _Build(plan, about, data, Path(work), progress or Silent(), force or output is None, directory).run()
+        return _Build(plan, about, given, Path(work), progress or Silent(), force or output is None, directory).run()
 
 
 @dataclass
 class _Build:
     plan: Plan
     about: Outline
-    data: Data | None
+    given: _Given
     work: Path
     progress: Progress
     force: bool
@@ -144,13 +179,14 @@ class _Build:
             notes += _kind_notes(model, loaded)
 
         with self._stage("reference") as notes:
-            rows = self.data.rows_for(loaded.task) if self.data else sample_rows(loaded.task)
+            chosen = self._choose_rows(loaded)
+            rows = chosen.evaluation
             original = self._original(loaded)
             gate, predictor = self.plan.gate, Predictor(loaded.task, tokenizer, original)
+            # Once more, now that all labels are known for sure: an adapter may bring its own.
+            check_rows(predictor.task, loaded.task, rows, gate, gate.needing_labels)
             expected = expect(predictor, rows, self.progress, metric=gate.metric)
-            if expected.metric is None and (gate.max_drop is not None or gate.metric is not None):
-                raise PlanError(f"{self.plan.data} has no labels, so no metric can be measured on it")
-            notes.append(f"{len(rows)} rows answered by {loaded.baseline}")
+            notes += [f"{len(rows)} rows answered by {loaded.baseline}", *chosen.notes]
             if expected.metric is not None:
                 notes.append(f"{expected.metric.name} {expected.metric.value:.4f}")
 
@@ -188,11 +224,11 @@ class _Build:
                 tokenizer=tokenizer,
                 graphs=graphs.by_dialect(),
                 expected=expected,
-                calibration_rows=rows.calibration,
+                calibration_rows=chosen.calibration,
                 target=self.target,
                 work=self.work,
                 progress=self.progress,
-                given=self.recipe,
+                given=self.given.recipe,
             )
             search = self._search(attempts)
             eligible = {variant: trial for variant, trial in search.trials.items() if trial.verdict.passed}
@@ -254,13 +290,21 @@ class _Build:
 
     def _made_from(self, dialect: Dialect) -> list[str]:
         """The contenders that start from a graph of this dialect."""
-        names = self.about.contenders
+        names = (*self.about.contenders, *self.about.further)
         return [name for name in names if BACKENDS.get(Variant.parse(name).backend).dialect is dialect]
 
     def _folder(self, name: str) -> Path:
         folder = self.work / name
         folder.mkdir()
         return folder
+
+    def _choose_rows(self, loaded: Original) -> Rows:
+        """Rows are set aside for calibration only where something is calibrated."""
+        names = (*self.about.contenders, *self.about.further)
+        is_needed = loaded.precision is Precision.FP32 and any(
+            needs_calibration(Variant.parse(name)) for name in names
+        )
+        return choose_rows(loaded.task, self.given.data, self.given.calibration, is_needed=is_needed)
 
     def _load(self, model: ModelDirectory) -> Original:
         if model.graph is not None:
@@ -300,7 +344,7 @@ class _Build:
     def _search(self, attempts: Attempts) -> Search:
         search = Search(attempts, attempts.most_sensitive, self.plan.budget_s, self.progress)
         wanted = [Variant.parse(name) for name in self.about.contenders]
-        if self.plan.variants or self.recipe is not None:
+        if self.plan.variants or self.given.recipe is not None:
             search.try_asked(wanted)
             return search
         if isinstance(attempts.loaded, LoadedGraph):
@@ -327,6 +371,7 @@ class _Build:
             bench=measured,
             chosen=ranking[0].name,
             passes=tuple(self.passes),
+            notes=self.about.notes,
         )
 
     def _manifest(
@@ -376,6 +421,7 @@ def _entry(trial: Trial) -> VariantEntry:
         graphs=dict(trial.artifact.graphs),
         agreement=trial.verdict.agreement,
         metric=trial.verdict.metric,
+        depends_on_batch=bool(trial.verdict.by_batch),
     )
 
 

@@ -47,6 +47,8 @@ class VariantEntry:
     graphs: dict[str, str]
     agreement: Agreement
     metric: Metric | None = None
+    # Whether a row may be answered otherwise beside other rows: where they share a scale, as in dynamic int8.
+    depends_on_batch: bool = False
 
     @property
     def variant(self) -> Variant:

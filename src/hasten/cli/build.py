@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="jsonl, json, csv, tsv, parquet, a folder, datasets:NAME:SPLIT to judge on (default: a built-in sample)",
     )
+    gate.add_argument(
+        "--calibration", metavar="FILE", help="rows to quantize by, as --data but without labels (default: some of it)"
+    )
     gate.add_argument("--columns", metavar="NAME=COLUMN,…", help="what the data calls them: text=sentence,label=stars")
     gate.add_argument("--min-agreement", type=float, metavar="SHARE", help="same labels, or mean cosine, at least")
     gate.add_argument("--max-drop", type=float, metavar="POINTS", help="largest loss of the metric; needs labels")
@@ -57,6 +60,7 @@ def main(args: argparse.Namespace) -> int:
         ),
         variants=tuple(args.variants),
         data=args.data,
+        calibration=args.calibration,
         columns=parse_columns(args.columns) if args.columns is not None else {},
         gate=Gate(args.min_agreement, args.max_drop, args.metric),
         recipe=args.recipe,
@@ -67,6 +71,8 @@ def main(args: argparse.Namespace) -> int:
         allow_pickle=args.allow_pickle,
         trust_remote_code=args.trust_remote_code,
     )
+    from rich.markup import escape
+
     from hasten.builder.build import build, outline
     from hasten.cli import console
 
@@ -83,6 +89,8 @@ def main(args: argparse.Namespace) -> int:
             for candidate in about.unavailable:
                 console.out.print(f"        [dim]not {candidate.variant}: {candidate.reason}[/]")
             console.out.print(f"write   {about.target}", highlight=False)
+            for note in about.notes:
+                console.out.print(f"[yellow]{escape(note)}[/]", highlight=False)
         return 0
     bundle = build(plan, args.output, force=args.force, progress=console.display(args.quiet))
     if args.json:

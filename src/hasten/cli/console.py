@@ -20,7 +20,7 @@ from hasten.core.progress import Progress, Silent
 from hasten.core.report import Bench, Candidate, Report, Status, Timing
 from hasten.core.tensors import Shape
 from hasten.measure.bench import BUSY_SHARE
-from hasten.measure.verify import FP32_TOLERANCE, GRAPH
+from hasten.measure.verify import FP32_TOLERANCE, GRAPH, chance, points
 from hasten.tasks import Row
 
 # A log or a pipe has no width of its own; tables keep their columns there.
@@ -137,8 +137,10 @@ def print_report(report: Report) -> None:
         )
     out.print(table)
     print_metrics(report.candidates)
+    print_batches(report.candidates)
     print_shapes(report.bench, skip=optimal)
     out.print(f"[dim]{report.machine}[/]")
+    print_notes(report.notes, report.candidates)
     print_busy(report.bench)
 
 
@@ -219,11 +221,13 @@ def print_verdicts(candidates: Sequence[Candidate], rows: Sequence[Row]) -> None
             "" if agreement.cosine_mean is None else f"{agreement.cosine_mean:.5f}",
             f"{agreement.max_error:.1e}",
             "" if verdict.metric is None else f"{verdict.metric.value:.4f}",
-            "" if verdict.drop is None else f"{verdict.drop:+.2f}",
+            "" if verdict.drop is None else points(verdict.drop) + chance(verdict.drop_interval),
             candidate.reason,
         )
     out.print(table)
     print_metrics(candidates)
+    print_batches(candidates)
+    print_notes((), candidates)
     for verdict in verdicts:
         if verdict.variant != GRAPH and verdict.agreement.worst and verdict.agreement.max_error > FP32_TOLERANCE:
             row = json.dumps(rows[verdict.agreement.worst[0]], ensure_ascii=False)
@@ -244,6 +248,33 @@ def print_metrics(candidates: Sequence[Candidate]) -> None:
         values = (metric.value, *(metric.also[name] for name in reference.also))
         table.add_row(variant, *(f"{value:.4f}" for value in values))
     out.print(table)
+
+
+def print_batches(candidates: Sequence[Candidate]) -> None:
+    """How variants did at each batch size, where that makes a difference to their answers."""
+    verdicts = [candidate.verdict for candidate in candidates if candidate.verdict and candidate.verdict.by_batch]
+    if not verdicts:
+        return
+    table = plain_table("in batches of different size")
+    for name in ("variant", "batch", "agreement", "flips", "drop"):
+        table.add_column(name, justify="left" if name == "variant" else "right")
+    for verdict in verdicts:
+        for entry in verdict.by_batch:
+            table.add_row(
+                verdict.variant if entry is verdict.by_batch[0] else "",
+                str(entry.size),
+                f"{entry.agreement:.5f}",
+                "" if entry.flips is None else str(entry.flips),
+                "" if entry.drop is None else points(entry.drop),
+            )
+    out.print(table)
+
+
+def print_notes(notes: Sequence[str], candidates: Sequence[Candidate]) -> None:
+    """What a person should know before believing the numbers."""
+    verdicts = [candidate.verdict for candidate in candidates if candidate.verdict is not None]
+    for note in (*notes, *(f"{verdict.variant}: {note}" for verdict in verdicts for note in verdict.notes)):
+        out.print(note, style="yellow", highlight=False, markup=False)
 
 
 def print_footprints(bench: Bench) -> None:

@@ -39,6 +39,7 @@ def main(args: argparse.Namespace) -> int:
     from hasten.cli import console
     from hasten.core.errors import InputError
     from hasten.core.plan import parse_columns
+    from hasten.measure.data import check_columns
     from hasten.predictor import load
 
     if [bool(args.text), bool(args.field), bool(args.input)].count(True) != 1:
@@ -57,6 +58,7 @@ def main(args: argparse.Namespace) -> int:
             else:
                 _print_answers(payload, answers)
             return 0
+        check_columns(columns, predictor.task)
         for rows in _chunks(args.input, columns):
             for answer in predictor(rows, **options):
                 sys.stdout.write(_one_line(answer) + "\n")

@@ -41,10 +41,6 @@ class Range:
             )
         return cls(low, opt, high)
 
-    @property
-    def distinct(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys((self.min, self.opt, self.max)))
-
     def at_most(self, limit: int) -> Range:
         return Range(min(self.min, limit), min(self.opt, limit), min(self.max, limit))
 
@@ -57,6 +53,11 @@ class Shapes:
     @property
     def optimal(self) -> Shape:
         return Shape(self.batch.opt, self.sequence.opt)
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """How many rows come at a time: one, most often, at most."""
+        return tuple(sorted({1, self.batch.opt, self.batch.max}))
 
     def corners(self) -> list[Shape]:
         """The optimal shape first, then smallest and largest of each size."""
@@ -87,6 +88,12 @@ class Gate:
                 f"--max-drop {self.max_drop} is not zero or more", hint="it is a loss in points, such as 0.5"
             )
 
+    @property
+    def needing_labels(self) -> str | None:
+        """The option that can be met only where there are labels, if one was given."""
+        asked = {"--max-drop": self.max_drop, "--metric": self.metric}
+        return next((flag for flag, value in asked.items() if value is not None), None)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -99,6 +106,8 @@ class Plan:
     shapes: Shapes = field(default_factory=Shapes)
     variants: tuple[str, ...] = ()
     data: str | None = None
+    # Rows to quantize by, which need no labels; without them some of the data's are set aside.
+    calibration: str | None = None
     # What the task calls a column to what the data calls it.
     columns: dict[str, str] = field(default_factory=dict)
     gate: Gate = field(default_factory=Gate)
@@ -120,12 +129,15 @@ class Plan:
             raise PlanError("--recipe names its variant, and --variants another", hint="leave one of them out")
         if not self.bench_budget_s > 0:
             raise PlanError("the benchmark's budget must be more than nothing", hint="--bench-budget 30s")
-        if self.gate.max_drop is not None and self.data is None:
-            raise PlanError("--max-drop needs labelled data to measure a drop on", hint="--data file.jsonl")
-        if self.gate.metric is not None and self.data is None:
-            raise PlanError("--metric needs labelled data to measure it on", hint="--data file.jsonl")
-        if self.columns and self.data is None:
+        if (option := self.gate.needing_labels) is not None and self.data is None:
+            raise PlanError(f"{option} needs labelled data to measure it on", hint="--data file.jsonl")
+        if self.columns and self.data is None and self.calibration is None:
             raise PlanError("--columns is about a data file, and there is none", hint="--data file.csv")
+        if self.calibration is not None and self.calibration == self.data:
+            raise PlanError(
+                f"--calibration and --data are both {self.data}: what is calibrated on proves nothing",
+                hint="--data alone sets rows aside",
+            )
 
 
 def parse_columns(text: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,9 +13,11 @@ from hasten.backends import BACKENDS, Dialect
 from hasten.core.progress import Progress
 from hasten.core.targets import Target
 from hasten.core.variant import Precision, Variant
+from hasten.graph import is_large
 from hasten.quantize.calibration import Calibration
+from hasten.quantize.propose import propose
 from hasten.quantize.recipe import Method, Recipe
-from hasten.quantize.rewrite import propose, rewrite
+from hasten.quantize.rewrite import rewrite
 from hasten.quantize.sensitivity import sensitivity
 from hasten.quantize.static import find_ranges
 from hasten.quantize.ways import Way, calibrator_of, kept_products, method_of, without_kept
@@ -57,13 +60,19 @@ class Recipes:
             recipe = replace(recipe, ranges=self._ranges(recipe))
         return recipe
 
-    def most_sensitive(self, variant: Variant, until: float | None = None) -> tuple[str, ...]:
+    def most_sensitive(self, variant: Variant, until: float = math.inf) -> tuple[str, ...]:
         """The products of a variant, the one that costs most accuracy first."""
         if variant not in self._sensitive:
+            graph = self._graph(variant)
             found = sensitivity(
-                self._graph(variant), self.recipe(variant), self.error_of, until=until, progress=self.progress
+                graph,
+                self.recipe(variant),
+                self.error_of,
+                external_data=is_large(graph),
+                until=until,
+                progress=self.progress,
             )
-            self._sensitive[variant] = tuple(product for product, _ in found)
+            self._sensitive[variant] = tuple(product.name for product in found)
         return self._sensitive[variant]
 
     def _graph(self, variant: Variant) -> Path:
@@ -78,5 +87,6 @@ class Recipes:
         assert recipe.calibrator is not None
         with TemporaryDirectory(prefix="hasten-") as work:
             rewritten = Path(work) / "model.onnx"
-            rewrite(self.graphs[Dialect.ORT], rewritten, recipe, external_data=False)
+            graph = self.graphs[Dialect.ORT]
+            rewrite(graph, rewritten, recipe, external_data=is_large(graph))
             return find_ranges(rewritten, self.calibration, recipe.calibrator, recipe)

@@ -56,6 +56,14 @@ def calibrator_of(variant: Variant) -> Calibrator | None:
     return next((calibrator for way, calibrator in _CALIBRATORS.items() if way in variant.ways), None)
 
 
+def needs_calibration(variant: Variant) -> bool:
+    """Whether making it takes rows: to find ranges, outliers, or what may stay in float."""
+    if variant.precision not in (Precision.INT8, Precision.INT4):
+        return False
+    is_found = bool(kept_products(variant)) or any(way in variant.ways for way in (Way.SMOOTH, Way.SPLIT))
+    return is_found or method_of(variant) in (Method.STATIC, Method.NNCF)
+
+
 def kept_products(variant: Variant) -> int:
     """How many products stay in float."""
     return next((int(match[1]) for word in variant.ways if (match := _KEEP.fullmatch(word))), 0)
