@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeAlias
@@ -30,14 +30,18 @@ from hasten.core.hardware import Machine, this_machine
 from hasten.core.plan import Keep, Plan, Shapes
 from hasten.core.progress import Progress, Silent
 from hasten.core.report import Bench, Candidate, Pass, Report, Stage, Status, Verdict
+from hasten.core.tensors import Batch
 from hasten.core.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
 from hasten.core.version import __version__
 from hasten.measure.bench import bench
 from hasten.measure.data import Data, read_data, sample_rows
+from hasten.measure.fault import find_fault, is_finite, with_fault
 from hasten.measure.verify import Expectation, expect, verify
 from hasten.predictor import Predictor
+from hasten.quantize.calibration import Calibration
 from hasten.quantize.dynamic import quantize_dynamic
+from hasten.quantize.overflow import describe, overflows
 
 # Enough to see half a percent of flips; more would only make the bundle heavier.
 _STORED_REFERENCE_ROWS = 2000
@@ -157,10 +161,12 @@ class _Build:
 
         with self._stage("export") as notes:
             exported = self._export(loaded, notes)
+            self._refuse_non_finite(exported, loaded, expected)
             # A graph that tracing froze is large, and fusing it would take minutes.
             with self._open_graph(exported, loaded) as session:
                 is_exact = loaded.precision is Precision.FP32
-                check_graph(session, original, expected.encoded.batch, is_exact=is_exact, is_brief=True)
+                fault = self._fault(exported, loaded)
+                check_graph(session, original, expected.encoded.batch, is_exact=is_exact, is_brief=True, fault=fault)
             made = {dialect: self._made_from(dialect) for dialect in (Dialect.ONNX, Dialect.ORT)}
             self.passes.append(
                 record("export", None, exported, variants=[*made[Dialect.ONNX], *made[Dialect.ORT]], notes=notes)
@@ -179,13 +185,15 @@ class _Build:
             notes += dict.fromkeys(note for done in graphs.passes for note in done.notes)
 
         with self._stage("check") as notes, self._open_graph(graphs.plain, loaded) as session:
-            checked = check_graph(session, original, expected.encoded.batch, is_exact=is_exact)
+            fault = self._fault(graphs.plain, loaded)
+            checked = check_graph(session, original, expected.encoded.batch, is_exact=is_exact, fault=fault)
             notes.append(f"the graph {f'equals {loaded.baseline}' if is_exact else 'answers'} at {', '.join(checked)}")
 
         with self._stage("make and verify") as notes:
             trials, failed = self._try_all(loaded, tokenizer, graphs.by_dialect(), expected)
             eligible = {variant: trial for variant, trial in trials.items() if trial.verdict.passed}
             notes.append(f"{len(eligible)} of {len(trials)} variants agree with the original")
+            notes += [note for done in self.passes if done.name == "guard" for note in done.notes]
         refused = (*_inaccurate(trials), *failed, *self.about.unavailable)
         if not any(BACKENDS.get(variant.backend).is_stored for variant in eligible):
             raise AccuracyError(
@@ -281,10 +289,14 @@ class _Build:
         notes.append(f"opset {OPSET}, IR {IR_VERSION}")
         return exported
 
+    def _graph(self, graph: Path, loaded: Original) -> Artifact:
+        return Artifact(Variant(GRAPH, loaded.precision), loaded.signature, graph.parent, {MODEL: graph.name})
+
+    def _fault(self, graph: Path, loaded: Original) -> Callable[[Batch], str | None]:
+        return lambda rows: find_fault(self._graph(graph, loaded), rows, RunOptions(self.plan.threads))
+
     def _open_graph(self, graph: Path, loaded: Original) -> Session:
-        variant = Variant(GRAPH, loaded.precision)
-        artifact = Artifact(variant, loaded.signature, graph.parent, {MODEL: graph.name})
-        return BACKENDS.get(variant.backend).open(artifact, RunOptions(self.plan.threads))
+        return BACKENDS.get(GRAPH).open(self._graph(graph, loaded), RunOptions(self.plan.threads))
 
     def _make(self, variant: Variant, source: Source) -> Artifact:
         return BACKENDS.get(variant.backend).make(source, variant, self._folder(variant.name))
@@ -302,6 +314,24 @@ class _Build:
             graph = quantized
         return Source(loaded.signature, {MODEL: graph})
 
+    def _guard(self, variant: Variant, source: Source, rows: Batch) -> Source:
+        """What leaves the range of fp16 on these rows is to stay in fp32."""
+        if variant.precision is not Precision.FP16 or MODEL not in source.graphs:
+            return source
+        graph = source.graphs[MODEL]
+        found = overflows(graph, Calibration(rows, source.signature))
+        if found:
+            self.passes.append(record("guard", graph, graph, variants=[variant.name], notes=[describe(found)]))
+        return replace(source, beyond_fp16=frozenset(one.tensor for one in found))
+
+    def _refuse_non_finite(self, graph: Path, loaded: Original, expected: Expectation) -> None:
+        """Of a model that answers with no numbers itself, nothing can be proven."""
+        if is_finite(expected.outputs):
+            return
+        operator = self._fault(graph, loaded)(expected.encoded.batch)
+        where = f": first at {operator}" if operator is not None else ""
+        raise AccuracyError(f"{loaded.baseline} itself answers with numbers that are not finite{where}")
+
     def _try_all(
         self, loaded: Original, tokenizer: Tokenizer, graphs: Mapping[Dialect, Path], expected: Expectation
     ) -> tuple[dict[Variant, _Trial], list[Candidate]]:
@@ -313,14 +343,15 @@ class _Build:
             wanted.insert(0, loaded.baseline)  # what was given may already be the fastest
         for variant in wanted:
             try:
-                artifact = self._make(variant, self._prepare(variant, loaded, graphs))
+                source = self._guard(variant, self._prepare(variant, loaded, graphs), expected.encoded.batch)
+                artifact = self._make(variant, source)
                 with BACKENDS.get(variant.backend).open(artifact, RunOptions(self.plan.threads)) as session:
                     if session.spec.precision != variant.precision:
                         raise StageError(f"{variant} really computes in {session.spec.precision} here")
                     predictor = Predictor(loaded.task, tokenizer, session)
-                    trials[variant] = _Trial(
-                        artifact, verify(predictor, variant.name, expected, self.plan.gate, self.progress)
-                    )
+                    verdict = verify(predictor, variant.name, expected, self.plan.gate, self.progress)
+                options = RunOptions(self.plan.threads)
+                trials[variant] = _Trial(artifact, with_fault(verdict, artifact, expected.encoded.batch, options))
             except StageError as error:
                 if self.plan.variants:
                     raise

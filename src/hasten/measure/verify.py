@@ -15,6 +15,7 @@ from hasten.core.progress import Progress, step
 from hasten.core.report import Agreement, Candidate, Metric, Status, Verdict
 from hasten.core.tensors import Outputs, Signature
 from hasten.core.variant import Precision
+from hasten.measure.fault import NOT_FINITE, with_fault
 from hasten.predictor import Predictor, open_session, probe
 from hasten.tasks import TASKS, AnyTask, Encoded, Row
 
@@ -85,7 +86,7 @@ def judge(
 ) -> tuple[bool, str]:
     """Pass or not, and the sentence that says why."""
     if not agreement.is_finite:
-        return False, "some outputs are not finite numbers"
+        return False, NOT_FINITE
     if precision == Precision.FP32:
         allowed = FP32_TOLERANCE * max(1.0, agreement.scale)
         passed = agreement.max_error <= allowed
@@ -146,9 +147,11 @@ def reverify(
         if not support.ok and not names:
             candidates.append(Candidate(entry.name, Status.UNAVAILABLE, support.reason))
             continue
-        with open_session(bundle.artifact(entry), options) as session:
+        artifact = bundle.artifact(entry)
+        with open_session(artifact, options) as session:
             predictor = Predictor(about.task, tokenizer, session)
-            candidates.append(_candidate(verify(predictor, entry.name, expected, gate, progress)))
+            verdict = verify(predictor, entry.name, expected, gate, progress)
+        candidates.append(_candidate(with_fault(verdict, artifact, expected.encoded.batch, options)))
     return candidates
 
 
