@@ -166,9 +166,7 @@ def test_a_model_that_answers_with_nan_is_refused_by_name(
 
 
 @pytest.mark.parametrize("variant", ["onnxruntime-fp32", "onnxruntime-int8", "openvino-fp32"])
-def test_every_runtime_names_the_operator(
-    variant: str, wide: Any, make_graphs: Any, load_tiny: Any, tmp_path: Path
-) -> None:
+def test_every_runtime_names_the_operator(variant: str, wide: Any, make_graphs: Any, tmp_path: Path) -> None:
     """A weight that is infinite shows first in what reads it."""
     import onnx
 

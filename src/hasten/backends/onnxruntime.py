@@ -94,9 +94,7 @@ class OnnxRuntime:
             found = dict(zip([*outputs, *inner], session.run([*outputs, *inner], taken), strict=True))
         except Exception as error:  # the binding raises its own unrelated classes
             raise StageError(f"ONNX Runtime cannot show what {artifact.variant} computes: {error}") from error
-        broken = {
-            name for name, value in found.items() if value.dtype.kind == "f" and not np.isfinite(value).all()
-        }
+        broken = {name for name, value in found.items() if value.dtype.kind == "f" and not np.isfinite(value).all()}
         steps = [Step(node.name or node.output[0], tuple(node.input), tuple(node.output)) for node in nodes]
         return origin(steps, outputs, broken)
 

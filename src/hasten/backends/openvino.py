@@ -153,8 +153,7 @@ def _keep_wide(file: Path, tensors: frozenset[str]) -> None:
 
 
 def _touching(model: Any, tensors: frozenset[str]) -> list[Any]:
-    """What writes or reads the tensors, with all that OpenVINO made of the same operator: between, nothing has a name.
-    """
+    """What writes or reads the tensors, with all that OpenVINO made of the same operator: nothing there has a name."""
     found: dict[tuple[str, bool], Any] = {}
 
     def add(node: Any, *, is_reader: bool) -> None:

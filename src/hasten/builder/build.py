@@ -30,6 +30,7 @@ from hasten.core.hardware import Machine, this_machine
 from hasten.core.plan import Keep, Plan, Shapes
 from hasten.core.progress import Progress, Silent
 from hasten.core.report import Bench, Candidate, Pass, Report, Stage, Status, Verdict
+from hasten.core.targets import Target, describe_target, find_target, needed, target_of
 from hasten.core.tensors import Batch
 from hasten.core.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
@@ -194,6 +195,8 @@ class _Build:
             eligible = {variant: trial for variant, trial in trials.items() if trial.verdict.passed}
             notes.append(f"{len(eligible)} of {len(trials)} variants agree with the original")
             notes += [note for done in self.passes if done.name == "guard" for note in done.notes]
+            if self.plan.target is not None:
+                notes += describe_target(self._target(), self.machine)
         refused = (*_inaccurate(trials), *failed, *self.about.unavailable)
         if not any(BACKENDS.get(variant.backend).is_stored for variant in eligible):
             raise AccuracyError(
@@ -314,6 +317,14 @@ class _Build:
             graph = quantized
         return Source(loaded.signature, {MODEL: graph})
 
+    def _target(self) -> Target:
+        return find_target(self.plan.target) if self.plan.target is not None else target_of(self.machine)
+
+    def _instructions(self, variant: Variant, loaded: Original) -> tuple[str, ...]:
+        """What a variant needs of the processor beside what its backend asks for: int8 that we made for a target."""
+        is_ours = BACKENDS.get(variant.backend).dialect is Dialect.ORT and loaded.precision is Precision.FP32
+        return needed(self._target()) if is_ours and variant.precision is Precision.INT8 else ()
+
     def _guard(self, variant: Variant, source: Source, rows: Batch) -> Source:
         """What leaves the range of fp16 on these rows is to stay in fp32."""
         if variant.precision is not Precision.FP16 or MODEL not in source.graphs:
@@ -389,7 +400,7 @@ class _Build:
             tokenizer=loaded.tokenizer,
             signature=loaded.signature,
             graphs=graphs,
-            variants=tuple(_entry(trial) for trial in kept),
+            variants=tuple(_entry(trial, self._instructions(trial.artifact.variant, loaded)) for trial in kept),
             gate=self.plan.gate,
             machine=self.machine,
             files={},
@@ -413,7 +424,7 @@ def _stored_rows(expected: Expectation) -> int:
     return min(_STORED_REFERENCE_ROWS, max(16, expected.encoded.items * _STORED_REFERENCE_BYTES // max(1, size)))
 
 
-def _entry(trial: _Trial) -> VariantEntry:
+def _entry(trial: _Trial, instructions: tuple[str, ...]) -> VariantEntry:
     variant = trial.artifact.variant
     return VariantEntry(
         name=variant.name,
@@ -424,6 +435,7 @@ def _entry(trial: _Trial) -> VariantEntry:
         graphs=dict(trial.artifact.graphs),
         agreement=trial.verdict.agreement,
         metric=trial.verdict.metric,
+        instructions=instructions,
     )
 
 

@@ -47,6 +47,8 @@ class VariantEntry:
     graphs: dict[str, str]
     agreement: Agreement
     metric: Metric | None = None
+    # It computes right only where the processor has any of these; empty: anywhere.
+    instructions: tuple[str, ...] = ()
 
     @property
     def variant(self) -> Variant:

@@ -42,8 +42,37 @@ def find_target(name: str) -> Target:
     return TARGETS[name]
 
 
-def runs_on(target: Target, machine: Machine) -> bool:
-    """Whether what was made for a target computes the same here: what fears saturation runs anywhere."""
-    return target.saturates or any(
-        machine.has(*other.instructions) for other in TARGETS.values() if not other.saturates
-    )
+def reduces_range(target: Target) -> bool:
+    """Whether weights are to keep to seven bits for it."""
+    return target.saturates
+
+
+def needed(target: Target) -> tuple[str, ...]:
+    """The instructions of which a processor must have any to compute the same as the target; none: all do.
+
+    What was made for one that saturates fears it, and runs anywhere.
+    """
+    exact = (other.instructions for other in TARGETS.values() if not other.saturates)
+    return () if target.saturates else tuple(name for names in exact for name in names)
+
+
+def why_not(instructions: tuple[str, ...], machine: Machine) -> str | None:
+    """The reason why int8 that needs any of these does not compute the same on a machine; None where it does."""
+    if not instructions or machine.has(*instructions):
+        return None
+    return f"made for {' or '.join(instructions)}; this processor has {_best(machine)}: its sums would saturate"
+
+
+def describe_target(target: Target, machine: Machine) -> list[str]:
+    """What a person should know who builds for it on this machine."""
+    notes = []
+    if target.saturates:
+        notes.append(f"int8 weights in seven bits: sums of two products saturate on {target.name}")
+    if target.name != target_of(machine).name:
+        notes.append(f"made for {target.name}, judged on {_best(machine)}: hasten verify proves it there")
+    return notes
+
+
+def _best(machine: Machine) -> str:
+    found = (name for target in TARGETS.values() for name in target.instructions if machine.has(name))
+    return next(found, "none of them")

@@ -16,7 +16,7 @@ from hasten.core.report import Agreement, Candidate, Metric, Status, Verdict
 from hasten.core.tensors import Outputs, Signature
 from hasten.core.variant import Precision
 from hasten.measure.fault import NOT_FINITE, with_fault
-from hasten.predictor import Predictor, open_session, probe
+from hasten.predictor import Predictor, open_session, probe, required
 from hasten.tasks import TASKS, AnyTask, Encoded, Row
 
 # fp32 differs between runtimes only by the order of additions; past this something is wrong, not imprecise.
@@ -147,7 +147,7 @@ def reverify(
         if not support.ok and not names:
             candidates.append(Candidate(entry.name, Status.UNAVAILABLE, support.reason))
             continue
-        artifact = bundle.artifact(entry)
+        artifact = required(bundle, entry)
         with open_session(artifact, options) as session:
             predictor = Predictor(about.task, tokenizer, session)
             verdict = verify(predictor, entry.name, expected, gate, progress)
