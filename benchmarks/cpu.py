@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from by_hand import export_plainly
+from hasten.api import load
 from hasten.backends import BACKENDS, Artifact, RunOptions
 from hasten.builder.load import load_model
 from hasten.builder.source import find_model
@@ -35,7 +36,7 @@ from hasten.core.statistics import median_ratio
 from hasten.core.tensors import Batch, Shape
 from hasten.core.variant import Precision, Variant
 from hasten.measure.data import read_rows
-from hasten.predictor import load, open_session
+from hasten.predictor import open_session
 from hasten.tasks import TASKS
 from race import RUNS, SHAPES, race
 

@@ -25,7 +25,7 @@ from hasten.backends import (
     probe_packages,
 )
 from hasten.core.errors import StageError
-from hasten.core.execution import Execution, Trial
+from hasten.core.execution import Execution, Step, Trial, origin
 from hasten.core.hardware import Machine
 from hasten.core.probe_graph import INPUT, WIDTH, probe_graph
 from hasten.core.tensors import Batch, Layout, Outputs, SessionSpec, Shape, pad, unpad
@@ -76,6 +76,30 @@ class OnnxRuntime:
         with tempfile.TemporaryDirectory(prefix="hasten-") as work, _Session(artifact, RunOptions(1), work) as session:
             session.warm([Shape(1, 8)])
             return _profiled(session._session)
+
+    def first_non_finite(self, artifact: Artifact, batch: Batch) -> str | None:
+        """Every tensor an output."""
+        import numpy as np
+        import onnx
+        import onnxruntime
+
+        graph = artifact.path(MODEL)
+        model = onnx.load(graph, load_external_data=False)
+        nodes, outputs = model.graph.node, [entry.name for entry in model.graph.output]
+        inner = [name for node in nodes for name in node.output if name and name not in outputs]
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
+        settings = _settings(1)
+        settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph.parent))
+        feeds = pad(batch, artifact.signature)
+        try:
+            session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=[_CPU])
+            taken = {entry.name: feeds[entry.name] for entry in session.get_inputs()}
+            found = dict(zip([*outputs, *inner], session.run([*outputs, *inner], taken), strict=True))
+        except Exception as error:  # the binding raises its own unrelated classes
+            raise StageError(f"ONNX Runtime cannot show what {artifact.variant} computes: {error}") from error
+        broken = {name for name, value in found.items() if value.dtype.kind == "f" and not np.isfinite(value).all()}
+        steps = [Step(node.name or node.output[0], tuple(node.input), tuple(node.output)) for node in nodes]
+        return origin(steps, outputs, broken)
 
     def trials(self, machine: Machine) -> Sequence[Trial]:
         import onnxruntime

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
@@ -14,18 +14,21 @@ from hasten.builder.given import LoadedGraph
 from hasten.builder.load import LoadedModel
 from hasten.builder.passes import record
 from hasten.builder.search import Trial
+from hasten.bundle import VariantEntry
 from hasten.core.errors import StageError
 from hasten.core.plan import Plan
 from hasten.core.progress import Progress, Silent
 from hasten.core.report import Pass
-from hasten.core.targets import Target
+from hasten.core.targets import Target, needed
 from hasten.core.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
 from hasten.graph import is_large
+from hasten.measure.fault import with_fault
 from hasten.measure.verify import Expectation, expect, verify
 from hasten.predictor import Predictor
 from hasten.quantize.calibration import Calibration
 from hasten.quantize.make import make_graph
+from hasten.quantize.overflow import describe, overflows
 from hasten.quantize.recipe import FILE, Method, Recipe
 from hasten.quantize.recipes import Recipes
 from hasten.tasks import TASKS, Row
@@ -62,6 +65,7 @@ class Attempts:
             verdict = verify(
                 predictor, variant.name, self.expected, self.plan.gate, self.progress, batch_sizes=sizes
             )
+        verdict = with_fault(verdict, artifact, self.expected.encoded.batch, self._options)
         if not verdict.passed:
             shutil.rmtree(artifact.directory)
         return Trial(artifact, verdict)
@@ -80,6 +84,33 @@ class Attempts:
         """Scales taken from all rows of a batch make the answer to one depend on the others."""
         return variant in self.recipes and self.recipes[variant].method is Method.DYNAMIC
 
+    def entry(self, trial: Trial) -> VariantEntry:
+        """What a bundle says about a variant."""
+        variant, verdict = trial.artifact.variant, trial.verdict
+        return VariantEntry(
+            name=variant.name,
+            backend=variant.backend,
+            precision=variant.precision,
+            device=variant.device,
+            requires=BACKENDS.get(variant.backend).requires,
+            graphs=dict(trial.artifact.graphs),
+            agreement=verdict.agreement,
+            metric=verdict.metric,
+            depends_on_batch=bool(verdict.by_batch),
+            instructions=self._instructions(variant),
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know about what was made."""
+        return [note for done in self.passes if done.name == "guard" for note in done.notes]
+
+    def _instructions(self, variant: Variant) -> tuple[str, ...]:
+        """What a variant needs of the processor beside what its backend asks for: int8 that we made for a target."""
+        recipe = self.recipes.get(variant)
+        is_bytes = recipe is not None and recipe.method in (Method.DYNAMIC, Method.STATIC)
+        return needed(self.target) if is_bytes else ()
+
     def most_sensitive(self, variant: Variant, until: float) -> Sequence[str]:
         return self._recipes.most_sensitive(variant, until)
 
@@ -97,7 +128,16 @@ class Attempts:
             if not is_openvino:
                 self.passes.append(record("quantize", graph, quantized, variants=[variant.name]))
             graph = quantized
-        return Source(self.loaded.signature, {MODEL: graph})
+        source = Source(self.loaded.signature, {MODEL: graph})
+        return self._guarded(variant, source) if variant.precision is Precision.FP16 else source
+
+    def _guarded(self, variant: Variant, source: Source) -> Source:
+        """What leaves the range of fp16 on the rows is to stay in fp32."""
+        graph = source.graphs[MODEL]
+        found = overflows(graph, Calibration(self.expected.encoded.batch, source.signature))
+        if found:
+            self.passes.append(record("guard", graph, graph, variants=[variant.name], notes=[describe(found)]))
+        return replace(source, beyond_fp16=frozenset(one.tensor for one in found))
 
     def _folder(self, name: str) -> Path:
         folder = self.work / name
@@ -133,4 +173,8 @@ class Attempts:
         return Artifact(Variant("onnxruntime", precision), self.loaded.signature, graph.parent, {MODEL: graph.name})
 
     def _open(self, artifact: Artifact) -> Session:
-        return BACKENDS.get(artifact.variant.backend).open(artifact, RunOptions(self.plan.threads))
+        return BACKENDS.get(artifact.variant.backend).open(artifact, self._options)
+
+    @property
+    def _options(self) -> RunOptions:
+        return RunOptions(self.plan.threads)

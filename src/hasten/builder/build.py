@@ -6,7 +6,7 @@ import logging
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -32,12 +32,15 @@ from hasten.core.hardware import Machine, this_machine
 from hasten.core.plan import Keep, Plan, Shapes
 from hasten.core.progress import Progress, Silent
 from hasten.core.report import Bench, Candidate, Pass, Report, Stage, Status, Verdict
+from hasten.core.targets import describe_target, find_target, target_of
+from hasten.core.tensors import Batch
 from hasten.core.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
 from hasten.core.version import __version__
 from hasten.graph import is_large
 from hasten.measure.bench import bench
 from hasten.measure.data import Data, check_columns, read_data
+from hasten.measure.fault import find_fault, is_finite
 from hasten.measure.rows import Rows, check_calibration, check_rows, choose_rows
 from hasten.measure.verify import Expectation, expect
 from hasten.predictor import Predictor
@@ -192,10 +195,12 @@ class _Build:
 
         with self._stage("export") as notes:
             exported = self._export(loaded, notes)
+            self._refuse_non_finite(exported, loaded, expected)
             # A graph that tracing froze is large, and fusing it would take minutes.
             with self._open_graph(exported, loaded) as session:
                 is_exact = loaded.precision is Precision.FP32
-                check_graph(session, original, expected.encoded.batch, is_exact=is_exact, is_brief=True)
+                fault = self._fault(exported, loaded)
+                check_graph(session, original, expected.encoded.batch, is_exact=is_exact, is_brief=True, fault=fault)
             made = {dialect: self._made_from(dialect) for dialect in (Dialect.ONNX, Dialect.ORT)}
             self.passes.append(
                 record("export", None, exported, variants=[*made[Dialect.ONNX], *made[Dialect.ORT]], notes=notes)
@@ -214,10 +219,13 @@ class _Build:
             notes += dict.fromkeys(note for done in graphs.passes for note in done.notes)
 
         with self._stage("check") as notes, self._open_graph(graphs.plain, loaded) as session:
-            checked = check_graph(session, original, expected.encoded.batch, is_exact=is_exact)
+            fault = self._fault(graphs.plain, loaded)
+            checked = check_graph(session, original, expected.encoded.batch, is_exact=is_exact, fault=fault)
             notes.append(f"the graph {f'equals {loaded.baseline}' if is_exact else 'answers'} at {', '.join(checked)}")
 
         with self._stage("search") as notes:
+            asked = self.plan.target
+            target = find_target(asked) if asked is not None else target_of(self.machine)
             attempts = Attempts(
                 plan=self.plan,
                 loaded=loaded,
@@ -225,7 +233,7 @@ class _Build:
                 graphs=graphs.by_dialect(),
                 expected=expected,
                 calibration_rows=chosen.calibration,
-                target=self.target,
+                target=target,
                 work=self.work,
                 progress=self.progress,
                 given=self.given.recipe,
@@ -233,6 +241,10 @@ class _Build:
             search = self._search(attempts)
             eligible = {variant: trial for variant, trial in search.trials.items() if trial.verdict.passed}
             notes.append(f"{len(eligible)} of {len(search.trials)} variants answer like the original")
+            notes += attempts.notes
+            if asked is not None:
+                notes += describe_target(target, self.machine)
+            self.passes += attempts.passes
         refused = (*_inaccurate(search.trials), *search.failed, *self.about.unavailable)
         if not any(BACKENDS.get(variant.backend).is_stored for variant in eligible):
             raise AccuracyError(
@@ -268,7 +280,9 @@ class _Build:
             stored = rows[: _stored_rows(expected)]
             writer.add_reference(stored, expected.first(len(stored), loaded.signature))
             writer.add_report(report)
-            return writer.commit(self._manifest(model, loaded, stored_graphs, [eligible[variant] for variant in kept]))
+            return writer.commit(
+                self._manifest(model, loaded, stored_graphs, [attempts.entry(eligible[variant]) for variant in kept])
+            )
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[list[str]]:
@@ -336,10 +350,22 @@ class _Build:
         notes.append(f"opset {OPSET}, IR {IR_VERSION}")
         return exported
 
+    def _graph(self, graph: Path, loaded: Original) -> Artifact:
+        return Artifact(Variant(GRAPH, loaded.precision), loaded.signature, graph.parent, {MODEL: graph.name})
+
+    def _fault(self, graph: Path, loaded: Original) -> Callable[[Batch], str | None]:
+        return lambda rows: find_fault(self._graph(graph, loaded), rows, RunOptions(self.plan.threads))
+
     def _open_graph(self, graph: Path, loaded: Original) -> Session:
-        variant = Variant(GRAPH, loaded.precision)
-        artifact = Artifact(variant, loaded.signature, graph.parent, {MODEL: graph.name})
-        return BACKENDS.get(variant.backend).open(artifact, RunOptions(self.plan.threads))
+        return BACKENDS.get(GRAPH).open(self._graph(graph, loaded), RunOptions(self.plan.threads))
+
+    def _refuse_non_finite(self, graph: Path, loaded: Original, expected: Expectation) -> None:
+        """Of a model that answers with no numbers itself, nothing can be proven."""
+        if is_finite(expected.outputs):
+            return
+        operator = self._fault(graph, loaded)(expected.encoded.batch)
+        where = f": first at {operator}" if operator is not None else ""
+        raise AccuracyError(f"{loaded.baseline} itself answers with numbers that are not finite{where}")
 
     def _search(self, attempts: Attempts) -> Search:
         search = Search(attempts, attempts.most_sensitive, self.plan.budget_s, self.progress)
@@ -375,7 +401,7 @@ class _Build:
         )
 
     def _manifest(
-        self, model: ModelDirectory, loaded: Original, graphs: dict[str, str], kept: Sequence[Trial]
+        self, model: ModelDirectory, loaded: Original, graphs: dict[str, str], kept: Sequence[VariantEntry]
     ) -> Manifest:
         return Manifest(
             schema=SCHEMA,
@@ -386,7 +412,7 @@ class _Build:
             tokenizer=loaded.tokenizer,
             signature=loaded.signature,
             graphs=graphs,
-            variants=tuple(_entry(trial) for trial in kept),
+            variants=tuple(kept),
             gate=self.plan.gate,
             machine=self.machine,
             files={},
@@ -408,21 +434,6 @@ def _stored_rows(expected: Expectation) -> int:
     """How many answers a bundle keeps: vectors of all tokens, or scores of a whole vocabulary, are large."""
     size = sum(output.nbytes for output in expected.outputs.values())
     return min(_STORED_REFERENCE_ROWS, max(16, expected.encoded.items * _STORED_REFERENCE_BYTES // max(1, size)))
-
-
-def _entry(trial: Trial) -> VariantEntry:
-    variant = trial.artifact.variant
-    return VariantEntry(
-        name=variant.name,
-        backend=variant.backend,
-        precision=variant.precision,
-        device=variant.device,
-        requires=BACKENDS.get(variant.backend).requires,
-        graphs=dict(trial.artifact.graphs),
-        agreement=trial.verdict.agreement,
-        metric=trial.verdict.metric,
-        depends_on_batch=bool(trial.verdict.by_batch),
-    )
 
 
 def _inaccurate(trials: Mapping[Variant, Trial]) -> list[Candidate]:

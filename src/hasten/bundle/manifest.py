@@ -49,6 +49,8 @@ class VariantEntry:
     metric: Metric | None = None
     # Whether a row may be answered otherwise beside other rows: where they share a scale, as in dynamic int8.
     depends_on_batch: bool = False
+    # It computes right only where the processor has any of these; empty: anywhere.
+    instructions: tuple[str, ...] = ()
 
     @property
     def variant(self) -> Variant:

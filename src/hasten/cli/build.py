@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", choices=("best", "all"), default="best", help="store the best two variants, or all")
     parser.add_argument("--recipe", metavar="TOML", help="make the variant of this recipe again, instead of searching")
     parser.add_argument("--budget", default="5m", metavar="TIME", help="time for the search (default: 5m)")
+    parser.add_argument(
+        "--target", metavar="CPU", help="amx, avx512_vnni, avx512, avx2 or arm64 (default: this machine)"
+    )
     parser.add_argument("--bench-budget", default="30s", metavar="TIME", help="time for the benchmark (default: 30s)")
     parser.add_argument("--threads", type=int, metavar="N", help="default: all cores this process may use")
     parser.add_argument("--force", action="store_true", help="replace the bundle at the output")
@@ -68,6 +71,7 @@ def main(args: argparse.Namespace) -> int:
         bench_budget_s=parse_duration(args.bench_budget),
         threads=args.threads,
         keep=Keep(args.keep),
+        target=args.target,
         allow_pickle=args.allow_pickle,
         trust_remote_code=args.trust_remote_code,
     )

@@ -8,6 +8,7 @@ from enum import StrEnum
 from itertools import product
 
 from hasten.core.errors import PlanError
+from hasten.core.targets import find_target
 from hasten.core.tensors import Shape
 
 
@@ -117,10 +118,14 @@ class Plan:
     bench_budget_s: float = 30.0
     threads: int | None = None
     keep: Keep = Keep.BEST
+    # The processor graphs are quantized for; None stands for this one.
+    target: str | None = None
     allow_pickle: bool = False
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        if self.target is not None:
+            find_target(self.target)
         if self.threads is not None and self.threads < 1:
             raise PlanError(f"--threads {self.threads} is less than one")
         if not self.budget_s > 0:

@@ -18,8 +18,9 @@ from hasten.core.report import Agreement, AtBatch, Candidate, Metric, Status, Ve
 from hasten.core.statistics import Interval, paired_drop
 from hasten.core.tensors import FloatArray, IntArray, Outputs, Signature
 from hasten.core.variant import Precision
+from hasten.measure.fault import NOT_FINITE, with_fault
 from hasten.measure.rows import check_rows, too_few_rows
-from hasten.predictor import Predictor, open_session, probe
+from hasten.predictor import Predictor, open_session, probe, required
 from hasten.tasks import TASKS, AnyTask, Encoded, Row
 
 logger = logging.getLogger("hasten")
@@ -150,7 +151,7 @@ def judge(
 ) -> tuple[bool, str]:
     """Pass or not, and the sentence that says why; `sizes` are the batch sizes of agreement and metric."""
     if not agreement.is_finite:
-        return False, "some outputs are not finite numbers"
+        return False, NOT_FINITE
     if precision == Precision.FP32:
         allowed = FP32_TOLERANCE * max(1.0, agreement.scale)
         passed = agreement.max_error <= allowed
@@ -210,10 +211,12 @@ def reverify(
         if not support.ok and not names:
             candidates.append(Candidate(entry.name, Status.UNAVAILABLE, support.reason))
             continue
-        with open_session(bundle.artifact(entry), options) as session:
+        artifact = required(bundle, entry)
+        with open_session(artifact, options) as session:
             predictor = Predictor(about.task, tokenizer, session)
             sizes = bundle.report.plan.shapes.batches if entry.depends_on_batch else ()
-            candidates.append(_candidate(verify(predictor, entry.name, expected, gate, progress, sizes)))
+            verdict = verify(predictor, entry.name, expected, gate, progress, sizes)
+        candidates.append(_candidate(with_fault(verdict, artifact, expected.encoded.batch, options)))
     return candidates
 
 
