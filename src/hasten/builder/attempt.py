@@ -62,9 +62,7 @@ class Attempts:
                 raise StageError(f"{variant} really computes in {session.spec.precision} here")
             predictor = Predictor(self.loaded.task, self.tokenizer, session)
             sizes = self.plan.shapes.batches if self.depends_on_batch(variant) else ()
-            verdict = verify(
-                predictor, variant.name, self.expected, self.plan.gate, self.progress, batch_sizes=sizes
-            )
+            verdict = verify(predictor, variant.name, self.expected, self.plan.gate, self.progress, batch_sizes=sizes)
         verdict = with_fault(verdict, artifact, self.expected.encoded.batch, self._options)
         if not verdict.passed:
             shutil.rmtree(artifact.directory)

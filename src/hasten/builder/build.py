@@ -46,7 +46,7 @@ from hasten.measure.verify import Expectation, expect
 from hasten.predictor import Predictor
 from hasten.quantize.recipe import Recipe, read_recipe
 from hasten.quantize.ways import needs_calibration
-from hasten.tasks import AnyTask, TaskSpec
+from hasten.tasks import AnyTask
 
 logger = logging.getLogger("hasten")
 
@@ -315,9 +315,7 @@ class _Build:
     def _choose_rows(self, loaded: Original) -> Rows:
         """Rows are set aside for calibration only where something is calibrated."""
         names = (*self.about.contenders, *self.about.further)
-        is_needed = loaded.precision is Precision.FP32 and any(
-            needs_calibration(Variant.parse(name)) for name in names
-        )
+        is_needed = loaded.precision is Precision.FP32 and any(needs_calibration(Variant.parse(name)) for name in names)
         return choose_rows(loaded.task, self.given.data, self.given.calibration, is_needed=is_needed)
 
     def _load(self, model: ModelDirectory) -> Original:
@@ -442,4 +440,3 @@ def _inaccurate(trials: Mapping[Variant, Trial]) -> list[Candidate]:
         for variant, trial in trials.items()
         if not trial.verdict.passed
     ]
-

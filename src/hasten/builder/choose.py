@@ -93,7 +93,11 @@ def explain(
 def front(candidates: Sequence[Candidate], bench: Bench, shape: Shape) -> tuple[str, ...]:
     """The variants than which none is both faster and nearer to the original, the fastest first."""
     timings = bench.at(shape)
-    judged = [(timings[c.variant].p50_ms, _loss(c.verdict), c.variant) for c in candidates if c.verdict and c.variant in timings]
+    judged = [
+        (timings[c.variant].p50_ms, _loss(c.verdict), c.variant)
+        for c in candidates
+        if c.verdict and c.variant in timings
+    ]
     best: list[str] = []
     least = float("inf")
     for _, loss, variant in sorted(judged):

@@ -60,8 +60,9 @@ def bench(
     """Time contenders at every shape; the first contender is the baseline, the first shape gets half the time.
 
     With `finalists`, only the baseline and that many of the fastest go on to the other shapes, and at the first shape
-    whoever is hopelessly slow stops early. `rows` are real token rows, tiled to each shape. The budget counts the timing, not the start of the processes; a shape that does not
-    fit into it still gets its least number of rounds. `commands` start other lane programs for some contenders.
+    whoever is hopelessly slow stops early. `rows` are real token rows, tiled to each shape. The budget counts the
+    timing, not the start of the processes; a shape that does not fit into it still gets its least number of rounds.
+    `commands` start other lane programs for some contenders.
     """
     with ExitStack() as stack:
         with step(progress, "start benchmark processes", total=len(contenders)):

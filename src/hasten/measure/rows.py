@@ -31,9 +31,7 @@ class Rows:
     notes: tuple[str, ...] = ()
 
 
-def choose_rows(
-    spec: TaskSpec, data: Data | None, calibration: Data | None, *, is_needed: bool = True
-) -> Rows:
+def choose_rows(spec: TaskSpec, data: Data | None, calibration: Data | None, *, is_needed: bool = True) -> Rows:
     """The user's, or the built-in sample; without rows to calibrate on some are set aside, the same ones each time.
 
     Where nothing is calibrated (`is_needed`), all are judged on.

@@ -16,8 +16,38 @@ from hasten.graph import attribute
 
 # Operators of one value and constants: a channel of what they give depends on that channel of what they take alone.
 _CHANNEL_BY_CHANNEL = frozenset(
-    "Abs Add BiasGelu Clip Div Elu Erf Exp FastGelu Gelu HardSigmoid HardSwish Identity LeakyRelu Max Min Mish Mul Neg "
-    "PRelu Pow QuickGelu Relu Selu Sigmoid Softplus Softsign Sqrt Sub Tanh".split()
+    [
+        "Abs",
+        "Add",
+        "BiasGelu",
+        "Clip",
+        "Div",
+        "Elu",
+        "Erf",
+        "Exp",
+        "FastGelu",
+        "Gelu",
+        "HardSigmoid",
+        "HardSwish",
+        "Identity",
+        "LeakyRelu",
+        "Max",
+        "Min",
+        "Mish",
+        "Mul",
+        "Neg",
+        "PRelu",
+        "Pow",
+        "QuickGelu",
+        "Relu",
+        "Selu",
+        "Sigmoid",
+        "Softplus",
+        "Softsign",
+        "Sqrt",
+        "Sub",
+        "Tanh",
+    ]
 )
 _MATRIX = 2
 

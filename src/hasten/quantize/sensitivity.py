@@ -62,9 +62,7 @@ def sensitivity(
 def quantizable(model: Any, recipe: Recipe) -> list[str]:
     """What dynamic quantization would take of a graph: products, and tables that tokens are looked up in."""
     wires, left_alone = Wires(model), set(kept(recipe))
-    products = [
-        product.name for product in find_products(model) if recipe.attention or product.operator != "Attention"
-    ]
+    products = [product.name for product in find_products(model) if recipe.attention or product.operator != "Attention"]
     tables = [
         node.name
         for node in model.graph.node

@@ -37,9 +37,13 @@ def check_ways(variant: Variant) -> None:
                 hint=f"known: {', '.join(known)} (N products stay in float)",
             )
     if variant.ways and variant.precision not in (Precision.INT8, Precision.INT4):
-        raise PlanError(f"'{variant}': {variant.ways[0]} is a way to quantize, and {variant.precision} is not quantized")
+        raise PlanError(
+            f"'{variant}': {variant.ways[0]} is a way to quantize, and {variant.precision} is not quantized"
+        )
     if len([word for word in variant.ways if word in (*_CALIBRATORS, Way.BLOCKS)]) > 1:
-        raise PlanError(f"'{variant}' names more than one method", hint="choose one of minmax, entropy, percentile, blocks")
+        raise PlanError(
+            f"'{variant}' names more than one method", hint="choose one of minmax, entropy, percentile, blocks"
+        )
     if variant.precision is Precision.INT4 and Way.BLOCKS not in variant.ways:
         raise PlanError(f"'{variant}': four bits are for weights in blocks", hint=f"{variant}+blocks")
 
