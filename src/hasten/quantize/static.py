@@ -135,13 +135,13 @@ def _quantize_attention(model: Any, recipe: Recipe) -> Any:
 
 def _quantized(graph: Any, recipe: Recipe) -> Iterator[Any]:
     """The nodes that are quantized: those with weights. Products of two activations are cheap, and suffer most."""
-    weights = {tensor.name for tensor in graph.initializer}
+    weights = {tensor.name for tensor in graph.initializer if len(tensor.dims) == 2}
     kinds = (*_PRODUCTS, "Attention") if recipe.attention else _PRODUCTS
     left_alone = set(kept(recipe))
     for node in graph.node:
-        if node.op_type in kinds and node.name not in recipe.keep and not loses_inputs(node):
-            if node.input[1] in weights and node.input[0] not in weights:
-                yield node
+        is_weighted = node.op_type in kinds and node.input[1] in weights and node.input[0] not in weights
+        if is_weighted and node.name not in recipe.keep and not loses_inputs(node):
+            yield node
 
 
 def _tell_inputs(graph: Any, recipe: Recipe) -> list[str]:
