@@ -27,9 +27,9 @@ import race as racing
 from by_hand import export_plainly, register
 from hasten.api import build
 from hasten.backends import BACKENDS, MODEL, Artifact, RunOptions, Source
-from hasten.bundle import Bundle
 from hasten.builder.load import load_model
 from hasten.builder.source import find_model
+from hasten.bundle import Bundle
 from hasten.cli import console
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Gate, Plan

@@ -27,6 +27,8 @@ import msgspec
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
+from hasten.quantize.targets import target_of
+
 import tiny
 from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source
 from hasten.builder.check import check_graph, check_tokenizer
@@ -48,7 +50,6 @@ from hasten.measure.verify import Expectation, expect, verify
 from hasten.predictor import Predictor
 from hasten.quantize.dynamic import quantize_dynamic
 from hasten.quantize.recipe import Method, Recipe
-from hasten.quantize.targets import target_of
 from hasten.tasks import TASKS, AnyTask, Row
 
 FILE = Path(__file__).parent / "results" / "support.json"

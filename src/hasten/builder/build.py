@@ -15,7 +15,7 @@ from pathlib import Path
 from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session
 from hasten.builder.attempt import Attempts, Original
 from hasten.builder.check import check_graph, check_tokenizer
-from hasten.builder.choose import GRAPH, MODULE, contenders, explain, rank
+from hasten.builder.choose import GRAPH, MODULE, contenders, explain, front, rank
 from hasten.builder.detect import detect_task, foresee
 from hasten.builder.export import IR_VERSION, OPSET, export
 from hasten.builder.given import LoadedGraph, load_graph
@@ -386,15 +386,17 @@ class _Build:
         verdicts: Mapping[Variant, Verdict],
         others: Sequence[Candidate],
     ) -> Report:
+        candidates = (*explain(ranking, measured, shapes.optimal, verdicts), *others)
         return Report(
             plan=self.plan,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             machine=self.machine,
             stages=tuple(self.stages),
-            candidates=(*explain(ranking, measured, shapes.optimal, verdicts), *others),
+            candidates=candidates,
             bench=measured,
             chosen=ranking[0].name,
             passes=tuple(self.passes),
+            front=front(candidates, measured, shapes.optimal),
             notes=self.about.notes,
         )
 

@@ -36,8 +36,9 @@ _STYLES = {
     Status.INACCURATE: "red",
     Status.FAILED: "red",
     Status.UNAVAILABLE: "dim",
+    Status.SKIPPED: "dim",
 }
-_MARKS = {Status.CHOSEN: "★", Status.INACCURATE: "✗", Status.FAILED: "✗", Status.UNAVAILABLE: "–"}
+_MARKS = {Status.CHOSEN: "★", Status.INACCURATE: "✗", Status.FAILED: "✗", Status.UNAVAILABLE: "–", Status.SKIPPED: "–"}
 
 
 class Display:
@@ -125,7 +126,7 @@ def print_report(report: Report) -> None:
     for candidate in _by_speed(report.candidates, at_optimal):
         timing, size = at_optimal.get(candidate.variant), sizes.get(candidate.variant)
         table.add_row(
-            _MARKS.get(candidate.status, ""),
+            _MARKS.get(candidate.status, "•" if candidate.variant in report.front else ""),
             candidate.variant,
             _answers(candidate),
             f"{timing.p50_ms:.2f} ms" if timing else "",

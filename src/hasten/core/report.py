@@ -211,5 +211,7 @@ class Report:
     bench: Bench
     chosen: str
     passes: tuple[Pass, ...] = ()
+    # The variants than which none is both faster and nearer to the original, the fastest first.
+    front: tuple[str, ...] = ()
     # What a person should know about the data it was judged on.
     notes: tuple[str, ...] = ()

@@ -140,7 +140,7 @@ def _quantized(graph: Any, recipe: Recipe) -> Iterator[Any]:
     left_alone = set(kept(recipe))
     for node in graph.node:
         is_weighted = node.op_type in kinds and node.input[1] in weights and node.input[0] not in weights
-        if is_weighted and node.name not in recipe.keep and not loses_inputs(node):
+        if is_weighted and node.name not in left_alone and not loses_inputs(node):
             yield node
 
 
