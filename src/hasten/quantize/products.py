@@ -15,6 +15,7 @@ from hasten.core.tensors import FloatArray
 from hasten.graph import attribute
 
 # Operators of one value and constants: a channel of what they give depends on that channel of what they take alone.
+<<<<<<< HEAD
 _CHANNEL_BY_CHANNEL = frozenset(
     [
         "Abs",
@@ -48,7 +49,13 @@ _CHANNEL_BY_CHANNEL = frozenset(
         "Sub",
         "Tanh",
     ]
+=======
+_CHANNEL_BY_CHANNEL = (
+    "Abs Add BiasGelu Clip Div Elu Erf Exp FastGelu Gelu HardSigmoid HardSwish Identity LeakyRelu Max Min Mish Mul Neg "
+    "PRelu Pow QuickGelu Relu Selu Sigmoid Softplus Softsign Sqrt Sub Tanh"
+>>>>>>> w-rewrites
 )
+_ALONE = frozenset(_CHANNEL_BY_CHANNEL.split())
 _MATRIX = 2
 
 
@@ -86,9 +93,14 @@ class Wires:
         self.graph = model.graph
         self.makers = {output: node for node in self.graph.node for output in node.output if output}
         self._constants = {tensor.name: tensor for tensor in self.graph.initializer}
+        self._originals: dict[str, str] = {}
         for node in self.graph.node:
             if node.op_type == "Constant" and isinstance(value := attribute(node, "value", None), TensorProto):
                 self._constants[node.output[0]] = value
+            # Exporters give a weight that is used twice a second name.
+            if node.op_type == "Identity" and node.input[0] in self._constants:
+                self._constants[node.output[0]] = self._constants[node.input[0]]
+                self._originals[node.output[0]] = self.original(node.input[0])
         self.outputs = {entry.name for entry in self.graph.output}
         self._readers: dict[str, list[Any]] = {}
         for node in self.graph.node:
@@ -101,6 +113,10 @@ class Wires:
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Of a constant; None for what is computed."""
         return tuple(self._constants[name].dims) if name in self._constants else None
+
+    def original(self, name: str) -> str:
+        """The first name of a constant."""
+        return self._originals.get(name, name)
 
     def values(self, name: str) -> FloatArray:
         from onnx import numpy_helper
@@ -117,7 +133,7 @@ class Wires:
         from onnx import numpy_helper
 
         free, count = name, 1
-        while free in self._constants or free in self.makers:
+        while free in self._constants:
             count += 1
             free = f"{name}_{count}"
         self._constants[free] = numpy_helper.from_array(values.copy(order="C"), free)
@@ -147,7 +163,17 @@ def _product(node: Any, wires: Wires) -> Product | None:
         return None
     is_transposed = is_gemm and bool(attribute(node, "transB", 0))
     inputs, outputs = shape[::-1] if is_transposed else shape
-    return Product(node.name, node.op_type, taken, weight, inputs, outputs, is_transposed)
+    return Product(node.name, node.op_type, taken, wires.original(weight), inputs, outputs, is_transposed)
+
+
+def find_tables(model: Any) -> list[str]:
+    """The lookups of tokens and their like in constant tables, by the names of their nodes."""
+    wires = Wires(model)
+    return [
+        node.name
+        for node in model.graph.node
+        if node.op_type == "EmbedLayerNormalization" or (node.op_type == "Gather" and wires.is_float(node.input[0]))
+    ]
 
 
 def find_pairs(model: Any, products: Sequence[Product]) -> list[Pair]:
@@ -182,7 +208,7 @@ def _walk_up(second: Product, makers: dict[str, Product], wires: Wires) -> tuple
             first = makers[name]
             continue
         node = wires.makers.get(name)
-        if node is None or node.op_type not in _CHANNEL_BY_CHANNEL or len(node.output) != 1:
+        if node is None or node.op_type not in _ALONE or len(node.output) != 1:
             return None
         between.add(name)
         for taken in filter(None, node.input):

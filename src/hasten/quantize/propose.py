@@ -58,7 +58,7 @@ def find_smoothing(model: Any, maxima: Mapping[str, FloatArray], calibration: Ca
                 taken = values[product.input].reshape(-1, product.inputs)
                 exponents = [[0] * product.inputs, *choices[number]]
                 errors[number] += [quantization_error(taken, _weight(product, wires), each) for each in exponents]
-    found = {}
+    found: dict[str, list[int]] = {}
     for number, group in enumerate(groups):
         best = int(errors[number].argmin())
         if errors[number, best] < (1 - _WORTHWHILE) * errors[number, 0]:

@@ -131,6 +131,7 @@ class _Cutter:
         assert shape is not None
         if shape[axis] == 1:
             return name  # one for all channels
+        name = self._wires.original(name)
         key = (name, axis, channels.tobytes())
         if key not in self._parts:
             values = np.take(self._wires.values(name), channels, axis=axis)
