@@ -350,7 +350,8 @@ class _Build:
             try:
                 source = self._prepare(variant, loaded, graphs)
                 artifact = self._make(variant, source)
-                is_mixed = any(depends_on_batch(graph) for graph in source.graphs.values())
+                # An original that is so itself has no answers to hold other batches against.
+                is_mixed = loaded.precision is Precision.FP32 and any(map(depends_on_batch, source.graphs.values()))
                 with BACKENDS.get(variant.backend).open(artifact, RunOptions(self.plan.threads)) as session:
                     if session.spec.precision != variant.precision:
                         raise StageError(f"{variant} really computes in {session.spec.precision} here")
