@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,6 +143,32 @@ def test_an_embedder_is_scored_by_both_correlations(encoded: MakeEncoded) -> Non
     theirs = stats.spearmanr(cosines, gold).statistic, stats.pearsonr(cosines, gold).statistic
     assert (metric.name, metric.value) == ("Spearman correlation", pytest.approx(theirs[0]))
     assert metric.also == {"Pearson correlation": pytest.approx(theirs[1])}
+
+
+@pytest.mark.parametrize(
+    ("spec", "marks"),
+    [
+        (TaskSpec("text-classification", ("a", "b", "c")), [[0, 1], [2, 2], [1, 1]]),
+        (TaskSpec("text-classification", ("a", "b"), problem="multi_label_classification"), random_rows(0, 30, 4) > 0),
+        (TaskSpec("text-classification", ("stars",)), random_rows(0, 30, 2)),
+        (TaskSpec("sentence-similarity"), random_rows(0, 30, 2)),
+        (TaskSpec("token-classification"), [[1, 2, 3], [0, 1, 0], [2, 2, 2], [0, 0, 1]]),
+        (TaskSpec("question-answering"), [[0.5, 0.0], [1.0, 1.0], [0.0, 0.0]]),
+        (TaskSpec("zero-shot-classification", ("no", "entailment")), [[0, 0], [1, 2], [2, 2]]),
+        (TaskSpec("multiple-choice"), [[1.0], [0.0], [1.0]]),
+        (TaskSpec("fill-mask"), [[1, 1, 2], [0, 1, 1], [0, 0, 3]]),
+        (TaskSpec("text-ranking", ("score",)), random_rows(0, 30, 2)),
+        (TaskSpec("text-ranking", ("score",)), [[0.5, 1.0, 0.5, 1], [1.0, 1.0, 1.0, 3]]),
+    ],
+)
+def test_marks_may_be_drawn_again(spec: TaskSpec, marks: Any) -> None:
+    """Every row twice changes no metric but the number of rows; the row that is worst, alone, changes it."""
+    task, rows = TASKS.get(spec.name), np.asarray(marks, np.float64)
+    once, twice = task.metric(rows, spec), task.metric(rows.take([*range(len(rows))] * 2, axis=0), spec)
+    assert (twice.name, twice.rows) == (once.name, 2 * once.rows)
+    assert twice.value == pytest.approx(once.value)
+    assert twice.also == pytest.approx(once.also)
+    assert any(task.metric(rows[[place]], spec).value != once.value for place in range(len(rows)))
 
 
 # --- which of them the gate goes by

@@ -100,11 +100,13 @@ def verify(
     agreed = min(tried, key=lambda answered: (answered.agreement.is_finite, answered.agreement.value))
     # Of outputs that are no numbers there is no metric, and what is sometimes none is none.
     scored = min(tried, key=lambda answered: -np.inf if answered.metric is None else answered.metric.value)
+    precision = predictor.session.spec.precision if expected.precision == Precision.FP32 else expected.precision
     interval = None
-    if scored.marks is not None and scored.metric is not None and expected.marks is not None:
+    # What is held to be equal is not judged by its drop.
+    if scored.metric is not None and expected.marks is not None and precision != Precision.FP32:
+        assert scored.marks is not None
         name = scored.metric.name
         interval = paired_drop(lambda marks: task.metric(marks, spec).of(name), expected.marks, scored.marks)
-    precision = predictor.session.spec.precision if expected.precision == Precision.FP32 else expected.precision
     sizes = (agreed.size, scored.size)
     passed, reason = judge(agreed.agreement, scored.metric, expected.metric, precision, gate, task, interval, sizes)
     return Verdict(

@@ -179,7 +179,7 @@ def _gold(value: object, question: Question, place: int) -> int:
     if value is None:
         raise InputError(f'row {place} has no "label", though other rows have one')
     raise InputError(
-        f"row {place} has the label {value!r}, which is none of its {len(question.choices)} choices"
+        f"row {place} has the label {value!r:.60}, which is none of its {len(question.choices)} choices"
         f"{did_you_mean(str(value), question.choices)}"
     )
 

@@ -233,7 +233,8 @@ def _label_index(value: object, spec: TaskSpec, place: int) -> int:
         raise InputError(f'row {place} has no "label", though other rows have one')
     shown = ", ".join(spec.labels[:8]) + (", …" if len(spec.labels) > 8 else "")
     raise InputError(
-        f"row {place} has the label {value!r}, which the model does not know{did_you_mean(str(value), spec.labels)}",
+        f"row {place} has the label {value!r:.60}, which the model does not know"
+        f"{did_you_mean(str(value), spec.labels)}",
         hint=f"its labels: {shown}",
     )
 

@@ -377,7 +377,7 @@ def _label(tag: object, spec: TaskSpec, place: int) -> str:
         return spec.labels[tag]
     shown = ", ".join(spec.labels[:8]) + (", …" if len(spec.labels) > 8 else "")
     raise InputError(
-        f"row {place} has the tag {tag!r}, which the model does not know{did_you_mean(str(tag), spec.labels)}",
+        f"row {place} has the tag {tag!r:.60}, which the model does not know{did_you_mean(str(tag), spec.labels)}",
         hint=f"its labels: {shown}",
     )
 
