@@ -30,7 +30,7 @@ from hasten.core.hardware import Machine, this_machine
 from hasten.core.plan import Keep, Plan, Shapes
 from hasten.core.progress import Progress, Silent
 from hasten.core.report import Bench, Candidate, Pass, Report, Stage, Status, Verdict
-from hasten.core.targets import Target, describe_target, find_target, needed, target_of
+from hasten.core.targets import Target, describe_target, find_target, needed, reduces_range, target_of
 from hasten.core.tensors import Batch
 from hasten.core.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
@@ -195,7 +195,7 @@ class _Build:
             eligible = {variant: trial for variant, trial in trials.items() if trial.verdict.passed}
             notes.append(f"{len(eligible)} of {len(trials)} variants agree with the original")
             notes += [note for done in self.passes if done.name == "guard" for note in done.notes]
-            if self.plan.target is not None:
+            if any(variant.precision is Precision.INT8 for variant in trials):
                 notes += describe_target(self._target(), self.machine)
         refused = (*_inaccurate(trials), *failed, *self.about.unavailable)
         if not any(BACKENDS.get(variant.backend).is_stored for variant in eligible):
@@ -312,7 +312,8 @@ class _Build:
         graph = graphs[dialect]
         if dialect is Dialect.ORT and variant.precision is Precision.INT8 and loaded.precision is Precision.FP32:
             quantized = self._folder(f"{variant.name}-graph") / graph.name
-            quantize_dynamic(graph, quantized, external_data=_is_large(graph))
+            is_reduced = reduces_range(self._target())
+            quantize_dynamic(graph, quantized, external_data=_is_large(graph), reduce_range=is_reduced)
             self.passes.append(record("quantize", graph, quantized, variants=[variant.name]))
             graph = quantized
         return Source(loaded.signature, {MODEL: graph})

@@ -11,7 +11,8 @@ from hasten.core.errors import StageError
 _POSITIONS = 8
 
 
-def quantize_dynamic(graph: Path, file: Path, *, external_data: bool) -> None:
+def quantize_dynamic(graph: Path, file: Path, *, external_data: bool, reduce_range: bool = False) -> None:
+    """Of reduced range: weights in seven bits, for processors whose sums of two products saturate."""
     import onnx
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization import quantize_dynamic as quantize
@@ -25,6 +26,7 @@ def quantize_dynamic(graph: Path, file: Path, *, external_data: bool) -> None:
             file,
             per_channel=True,
             weight_type=QuantType.QInt8,
+            reduce_range=reduce_range,
             nodes_to_exclude=_with_positions(graph),
             use_external_data_format=external_data,
             # Fused operators have no shape inference, so the quantizer is told what their tensors are.
