@@ -234,8 +234,18 @@ def test_a_build_for_another_target_says_so(tiny_classifier: Any, quick_build: A
     bundle = quick_build(tiny_classifier("bert"), variants=[INT8, FAST], keep="all", min_agreement=0.0, target="avx2")
     assert bundle.report.plan.target == "avx2"
     assert all(entry.instructions == () for entry in bundle.manifest.variants)
+    assert largest_weight(bundle) <= 64
     notes = next(stage.notes for stage in bundle.report.stages if stage.name == "make and verify")
     assert "int8 weights in seven bits: sums of two products saturate on avx2" in notes
+
+
+def largest_weight(bundle: Bundle) -> int:
+    """Of the products in int8."""
+    import onnx
+
+    tensors = onnx.load(bundle.artifact(bundle.entry(INT8)).path()).graph.initializer
+    found = [onnx.numpy_helper.to_array(tensor) for tensor in tensors if tensor.data_type == onnx.TensorProto.INT8]
+    return max(int(np.abs(values.astype(int)).max(initial=0)) for values in found if values.ndim == 2)
 
 
 def test_an_unknown_target_is_refused_at_once(tiny_classifier: Any, no_leftovers: Path) -> None:

@@ -242,7 +242,7 @@ class _Build:
             eligible = {variant: trial for variant, trial in search.trials.items() if trial.verdict.passed}
             notes.append(f"{len(eligible)} of {len(search.trials)} variants answer like the original")
             notes += attempts.notes
-            if asked is not None:
+            if attempts.recipes:
                 notes += describe_target(target, self.machine)
             self.passes += attempts.passes
         refused = (*_inaccurate(search.trials), *search.failed, *self.about.unavailable)
@@ -368,7 +368,6 @@ class _Build:
     def _search(self, attempts: Attempts) -> Search:
         search = Search(attempts, attempts.most_sensitive, self.plan.budget_s, self.progress)
         wanted = [Variant.parse(name) for name in self.about.contenders]
-<<<<<<< HEAD
         if self.plan.variants or self.given.recipe is not None:
             search.try_asked(wanted)
             return search
@@ -378,29 +377,6 @@ class _Build:
         is_whole = attempts.loaded.precision is Precision.FP32
         search.try_offered(wanted, [Variant.parse(name) for name in self.about.further] if is_whole else [])
         return search
-=======
-        if isinstance(loaded, LoadedGraph) and not self.plan.variants:
-            wanted.insert(0, loaded.baseline)  # what was given may already be the fastest
-        for variant in wanted:
-            try:
-                source = self._prepare(variant, loaded, graphs)
-                artifact = self._make(variant, source)
-                # An original that is so itself has no answers to hold other batches against.
-                is_mixed = loaded.precision is Precision.FP32 and any(map(depends_on_batch, source.graphs.values()))
-                with BACKENDS.get(variant.backend).open(artifact, RunOptions(self.plan.threads)) as session:
-                    if session.spec.precision != variant.precision:
-                        raise StageError(f"{variant} really computes in {session.spec.precision} here")
-                    predictor = Predictor(loaded.task, tokenizer, session)
-                    sizes = self.plan.shapes.batches if is_mixed else ()
-                    trials[variant] = _Trial(
-                        artifact, verify(predictor, variant.name, expected, self.plan.gate, self.progress, sizes)
-                    )
-            except StageError as error:
-                if self.plan.variants:
-                    raise
-                failed.append(Candidate(variant.name, Status.FAILED, error.message))
-        return trials, failed
->>>>>>> w-judging
 
     def _report(
         self,

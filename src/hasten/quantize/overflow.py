@@ -19,6 +19,8 @@ _LIMIT = float(np.finfo(np.float16).max) / 2
 # From here on a number stands for infinity in a mask. OpenVINO clips it to fp16's largest, and softmax makes the same
 # nothing of that (tests/contract/test_overflow.py).
 _INFINITY = 1e8
+_ENDS = ("ReduceMax", "ReduceMin")
+# How many operators a line for people names.
 _NAMED = 3
 
 
@@ -62,8 +64,13 @@ def _weights(model: Any, folder: Path) -> Iterator[tuple[str, float]]:
 
     for tensor in model.graph.initializer:
         if tensor.data_type == TensorProto.FLOAT:
-            sizes = np.abs(numpy_helper.to_array(tensor, str(folder)))
-            yield tensor.name, float(sizes.max(initial=0.0, where=sizes < _INFINITY))
+            yield tensor.name, _size(numpy_helper.to_array(tensor, str(folder)))
+
+
+def _size(values: Any) -> float:
+    """The largest absolute value. Beside a mask's infinity stands nothing large that was not computed before it."""
+    sizes = np.abs(values)
+    return float(sizes.max(initial=0.0, where=sizes < _INFINITY))
 
 
 def _activations(model: Any, folder: Path, calibration: Calibration) -> Iterator[tuple[str, float]]:
@@ -79,35 +86,23 @@ def _activations(model: Any, folder: Path, calibration: Calibration) -> Iterator
         session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
         taken = [entry.name for entry in session.get_inputs()]
         for feeds in calibration.feeds():
-            sizes = session.run(None, {name: feeds[name] for name in taken})
-            yield from zip(names, map(float, sizes), strict=True)
+            ends = np.reshape(session.run(None, {name: feeds[name] for name in taken}), (-1, len(_ENDS)))
+            yield from zip(names, map(_size, ends), strict=True)
     except Exception as error:  # the binding raises its own unrelated classes
         raise StageError(f"how large values become cannot be measured: {error}") from error
 
 
 def _measure(model: Any) -> list[str]:
-    """Give the graph other outputs: of each tensor of floats its largest absolute value. Returns their names."""
+    """Give the graph other outputs: of each tensor of floats its two ends. Returns the names of those tensors."""
     import onnx
 
     inferred = onnx.shape_inference.infer_shapes(model).graph
     kinds = {entry.name: entry.type.tensor_type.elem_type for entry in (*inferred.value_info, *inferred.output)}
     names = [name for node in model.graph.node for name in node.output if kinds.get(name) == onnx.TensorProto.FLOAT]
-    # A zero beside the values: of an empty tensor there is no largest.
-    constants = {"infinity": np.float32(_INFINITY), "zero": np.zeros(1, np.float32), "flat": np.array([-1])}
-    model.graph.initializer.extend(
-        onnx.numpy_helper.from_array(np.asarray(value), f"overflow/{name}") for name, value in constants.items()
-    )
     del model.graph.output[:]
     for place, name in enumerate(names):
-        size, is_finite, kept, flat, whole, largest = (f"overflow/{place}/{step}" for step in range(6))
-        for kind, inputs, output, options in (
-            ("Abs", [name], size, {}),
-            ("Less", [size, "overflow/infinity"], is_finite, {}),
-            ("Where", [is_finite, size, "overflow/zero"], kept, {}),
-            ("Reshape", [kept, "overflow/flat"], flat, {}),
-            ("Concat", [flat, "overflow/zero"], whole, {"axis": 0}),
-            ("ReduceMax", [whole], largest, {"keepdims": 0}),
-        ):
-            model.graph.node.append(onnx.helper.make_node(kind, inputs, [output], **options))
-        model.graph.output.append(onnx.helper.make_tensor_value_info(largest, onnx.TensorProto.FLOAT, []))
+        for kind in _ENDS:
+            end = f"overflow/{place}/{kind}"
+            model.graph.node.append(onnx.helper.make_node(kind, [name], [end], keepdims=0))
+            model.graph.output.append(onnx.helper.make_tensor_value_info(end, onnx.TensorProto.FLOAT, []))
     return names

@@ -15,45 +15,9 @@ from hasten.core.tensors import FloatArray
 from hasten.graph import attribute
 
 # Operators of one value and constants: a channel of what they give depends on that channel of what they take alone.
-<<<<<<< HEAD
-_CHANNEL_BY_CHANNEL = frozenset(
-    [
-        "Abs",
-        "Add",
-        "BiasGelu",
-        "Clip",
-        "Div",
-        "Elu",
-        "Erf",
-        "Exp",
-        "FastGelu",
-        "Gelu",
-        "HardSigmoid",
-        "HardSwish",
-        "Identity",
-        "LeakyRelu",
-        "Max",
-        "Min",
-        "Mish",
-        "Mul",
-        "Neg",
-        "PRelu",
-        "Pow",
-        "QuickGelu",
-        "Relu",
-        "Selu",
-        "Sigmoid",
-        "Softplus",
-        "Softsign",
-        "Sqrt",
-        "Sub",
-        "Tanh",
-    ]
-=======
 _CHANNEL_BY_CHANNEL = (
     "Abs Add BiasGelu Clip Div Elu Erf Exp FastGelu Gelu HardSigmoid HardSwish Identity LeakyRelu Max Min Mish Mul Neg "
     "PRelu Pow QuickGelu Relu Selu Sigmoid Softplus Softsign Sqrt Sub Tanh"
->>>>>>> w-rewrites
 )
 _ALONE = frozenset(_CHANNEL_BY_CHANNEL.split())
 _MATRIX = 2

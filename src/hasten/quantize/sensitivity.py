@@ -60,19 +60,7 @@ def sensitivity(
 
 
 def quantizable(model: Any, recipe: Recipe) -> list[str]:
-<<<<<<< HEAD
-    """What dynamic quantization would take of a graph: products, and tables that tokens are looked up in."""
-    wires, left_alone = Wires(model), set(kept(recipe))
-    products = [product.name for product in find_products(model) if recipe.attention or product.operator != "Attention"]
-    tables = [
-        node.name
-        for node in model.graph.node
-        if node.op_type == "EmbedLayerNormalization" or (node.op_type == "Gather" and wires.is_float(node.input[0]))
-    ]
-    return [name for name in (*tables, *products) if name and name not in left_alone]
-=======
     """What dynamic quantization takes of a graph: products, and the tables that tokens are looked up in."""
     products = [product for product in find_products(model) if recipe.attention or product.operator != "Attention"]
     names = dict.fromkeys([*find_tables(model), *(product.name for product in products)])
     return [name for name in names if name and name not in kept(recipe)]
->>>>>>> w-rewrites
