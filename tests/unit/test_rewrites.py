@@ -163,7 +163,7 @@ def test_pairs_are_found_by_structure(layer: Any) -> None:
     model = graph.model(layer(graph))
     products = find_products(model)
     assert [product.name for product in products] == ["first", "second"]
-    assert [(product.inputs, product.outputs) for product in products][0] == (WIDTH, WIDE)
+    assert next((product.inputs, product.outputs) for product in products) == (WIDTH, WIDE)
     (pair,) = find_pairs(model, products)
     assert (pair.first, pair.second) == tuple(products)
 

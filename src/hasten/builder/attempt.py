@@ -122,7 +122,8 @@ class Attempts:
             recipe = self.recipes[variant] = self._recipes.recipe(variant)
             is_openvino = recipe.method is Method.NNCF
             quantized = self._folder(f"{variant.name}-graph") / ("model.xml" if is_openvino else graph.name)
-            make_graph(graph, quantized, recipe, self._calibration, external_data=is_large(graph))
+            rows = self._calibration if is_openvino else None
+            make_graph(graph, quantized, recipe, rows, external_data=is_large(graph))
             if not is_openvino:
                 self.passes.append(record("quantize", graph, quantized, variants=[variant.name]))
             graph = quantized
@@ -144,7 +145,7 @@ class Attempts:
 
     @cached_property
     def _recipes(self) -> Recipes:
-        return Recipes(self.graphs, self._calibration, self.target, self._error_of, self.progress, self.given)
+        return Recipes(self.graphs, lambda: self._calibration, self.target, self._error_of, self.progress, self.given)
 
     @cached_property
     def _calibration(self) -> Calibration:

@@ -95,12 +95,12 @@ class Search:
 
     def _mend(self, variant: Variant) -> None:
         """Leave the most sensitive products in float: as few as will do, found by doubling, then by halving."""
-        products = len(self.most_sensitive(variant, self._until))
+        most = len(self.most_sensitive(variant, self._until)) - 1  # with all of them it would be fp32
         failing, count = 0, 1
-        while count < products and not self._is_over():
+        while failing < most and not self._is_over():
             if self._try(with_kept(variant, count)):
                 break
-            failing, count = count, 2 * count
+            failing, count = count, min(2 * count, most)
         else:
             return
         while count - failing > 1 and not self._is_over():

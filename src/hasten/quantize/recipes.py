@@ -28,7 +28,8 @@ _BITS = {Precision.INT8: 8, Precision.INT4: 4}
 @dataclass
 class Recipes:
     graphs: Mapping[Dialect, Path]
-    calibration: Calibration
+    # Asked for only where something is calibrated.
+    calibration: Callable[[], Calibration]
     target: Target
     # How far a graph's answers are from the original's, on calibration rows.
     error_of: Callable[[Path], float]
@@ -52,7 +53,7 @@ class Recipes:
             split=self._proposed[1] if Way.SPLIT in ways else {},
             calibrator=calibrator_of(variant),
             bits=_BITS[variant.precision],
-            calibration=self.calibration.digest if method is Method.NNCF else None,
+            calibration=self.calibration().digest if method is Method.NNCF else None,
         )
         if count := kept_products(variant):
             recipe = replace(recipe, keep=self.most_sensitive(without_kept(variant))[:count])
@@ -80,7 +81,7 @@ class Recipes:
 
     @cached_property
     def _proposed(self) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-        return propose(self.graphs[Dialect.ORT], self.calibration)
+        return propose(self.graphs[Dialect.ORT], self.calibration())
 
     def _ranges(self, recipe: Recipe) -> dict[str, tuple[float, float]]:
         """Of the graph as it is when it is quantized: rewritten."""
@@ -89,4 +90,4 @@ class Recipes:
             rewritten = Path(work) / "model.onnx"
             graph = self.graphs[Dialect.ORT]
             rewrite(graph, rewritten, recipe, external_data=is_large(graph))
-            return find_ranges(rewritten, self.calibration, recipe.calibrator, recipe)
+            return find_ranges(rewritten, self.calibration(), recipe.calibrator, recipe)
