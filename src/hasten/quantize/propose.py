@@ -46,11 +46,7 @@ def find_smoothing(model: Any, maxima: Mapping[str, FloatArray], calibration: Ca
     """
     wires = Wires(model)
     groups = _groups([product for product in find_products(model) if product.name in maxima])
-    weights = [np.hstack([_weight(product, wires) for product in group]) for group in groups]
-    choices: list[list[list[int]]] = []
-    for group, weight in zip(groups, weights, strict=True):
-        largest = np.max([maxima[product.name] for product in group], axis=0)
-        choices.append([smoothing(largest, np.abs(weight).max(axis=1), alpha) for alpha in _ALPHAS])
+    choices = [_choices(group, maxima, wires) for group in groups]
     errors = np.zeros((len(groups), 1 + len(_ALPHAS)))
     for values in stream(model, sorted({product.input for group in groups for product in group}), calibration):
         for number, group in enumerate(groups):
@@ -82,6 +78,12 @@ def quantization_error(values: FloatArray, weight: FloatArray, exponents: Sequen
     exact = values[some] @ weight
     error = rounded @ (np.rint(multiplied / steps) * steps) - exact
     return float(np.square(error).mean() / max(float(np.square(exact).mean()), np.finfo(np.float32).tiny))
+
+
+def _choices(group: Sequence[Product], maxima: Mapping[str, FloatArray], wires: Wires) -> list[list[int]]:
+    values = np.max([maxima[product.name] for product in group], axis=0)
+    weights = np.max([np.abs(_weight(product, wires)).max(axis=1) for product in group], axis=0)
+    return [smoothing(values, weights, alpha) for alpha in _ALPHAS]
 
 
 def _weight(product: Product, wires: Wires) -> FloatArray:

@@ -85,7 +85,8 @@ class _Smoother:
     def _divide(self, product: Product, exponents: tuple[int, ...], wanted: Mapping[str, tuple[int, ...]]) -> str:
         from onnx import helper
 
-        readers = self._wires.readers(product.input)
+        # A size stays the same.
+        readers = [node for node in self._wires.readers(product.input) if node.op_type != "Shape"]
         is_read_alike = all(wanted.get(node.name) == exponents for node in readers)
         if is_read_alike and product.input not in self._wires.outputs and self._fold(product.input, exponents):
             return product.input

@@ -18,8 +18,8 @@ from hasten.core.tensors import FloatArray, IntArray
 from hasten.quantize.products import Pair, Product, Wires, find_pairs, find_products
 from hasten.quantize.recipe import Recipe
 
-# Full vectors of every processor's arithmetic.
-CHANNELS = 32
+# Four of them hold nearly all there is to gain; sixteen are one full vector of the widest arithmetic.
+CHANNELS = 16
 # Below this ratio of the largest to the median channel a byte has steps enough for all.
 RATIO = 6.0
 # A branch of more than this part of the channels would cost more than it saves.
