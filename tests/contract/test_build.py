@@ -229,7 +229,7 @@ def test_an_embedders_metric(tiny_embedder: Any, quick_build: Any, corpus: tuple
 
 
 def test_a_drop_needs_labels(tiny_classifier: Any, quick_build: Any, texts_file: Path, no_leftovers: Path) -> None:
-    with pytest.raises(PlanError, match="no labels"):
+    with pytest.raises(PlanError, match="--max-drop needs labels"):
         quick_build(tiny_classifier("bert"), no_leftovers, data=texts_file, max_drop=1.0)
     with pytest.raises(PlanError, match="labelled data"):
         quick_build(tiny_classifier("bert"), no_leftovers, data=None, max_drop=1.0)
