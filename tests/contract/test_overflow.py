@@ -27,8 +27,9 @@ FIRST = "/model/bert/encoder/layer.1/intermediate/dense/MatMul"
 FACTOR = 1e6
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _computes_in_fp16() -> None:
+@pytest.fixture(scope="module")
+def fp16() -> None:
+    """For what needs a processor that computes in it."""
     support = BACKENDS.get("openvino").probe(this_machine(), FP16)
     if not support.ok:
         pytest.skip(support.reason)
@@ -101,6 +102,7 @@ def test_nothing_is_found_in_an_ordinary_model(
     assert overflows(graph, Calibration(rows_for(loaded), loaded.signature)) == ()
 
 
+@pytest.mark.usefixtures("fp16")
 def test_kept_in_fp32_it_answers_right(wide: Any, tmp_path: Path) -> None:
     loaded, graph = wide
     plain = Source(loaded.signature, {MODEL: graph})
@@ -121,6 +123,20 @@ def test_kept_in_fp32_it_answers_right(wide: Any, tmp_path: Path) -> None:
     assert backend.first_non_finite(kept, rows_for(loaded)) is None
 
 
+@pytest.mark.usefixtures("fp16")
+def test_a_weight_out_of_range_alone_is_kept(wide: Any, tmp_path: Path) -> None:
+    """Clipped to fp16's largest it would be another weight, and nothing would be infinite."""
+    loaded, graph = wide
+    weight = next(one for one in overflows(graph, Calibration(rows_for(loaded), loaded.signature)))
+    assert weight.operator == FIRST
+    assert "output" not in weight.tensor
+    source = Source(loaded.signature, {MODEL: graph}, beyond_fp16=frozenset({weight.tensor}))
+    artifact, _ = answers(FP16, source, tmp_path / "weight")
+    ran = {(run.operator, run.on): run.count for run in BACKENDS.get("openvino").executions(artifact)}  # type: ignore[attr-defined]
+    assert ran["FullyConnected", "CPU fp32"] == 1
+
+
+@pytest.mark.usefixtures("fp16")
 def test_a_masked_row_answers_right_in_fp16(
     tiny_classifier: Any, load_tiny: Any, make_graphs: Any, tmp_path: Path
 ) -> None:
@@ -134,6 +150,7 @@ def test_a_masked_row_answers_right_in_fp16(
     assert np.abs(together - np.concatenate(alone)).max() < 1e-2 * np.abs(together).max()
 
 
+@pytest.mark.usefixtures("fp16")
 def test_a_build_says_what_it_kept(wide_model: Path, quick_build: Any) -> None:
     bundle = quick_build(wide_model, variants=["openvino-fp16"])
     guard = next(done for done in bundle.report.passes if done.name == "guard")
@@ -143,6 +160,7 @@ def test_a_build_says_what_it_kept(wide_model: Path, quick_build: Any) -> None:
     assert guard.notes[0] in stage.notes
 
 
+@pytest.mark.usefixtures("fp16")
 def test_a_variant_that_overflows_is_refused_by_name(
     wide_model: Path, quick_build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,11 @@ def test_asked_for_by_name(tiny_model: Any, quick_build: Any) -> None:
 
 
 def test_where_nothing_passes_the_numbers_are_told_and_no_bundle_is_left(
-    tiny_model: Any, no_leftovers: Path, texts_file: Path, capsys: pytest.CaptureFixture[str]
+    tiny_embedder: Any, no_leftovers: Path, tmp_path: Path, corpus: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["build", str(tiny_model("bert", "ForSequenceClassification")), "-o", str(no_leftovers)]
+    texts_file = tmp_path / "texts.jsonl"
+    texts_file.write_text("".join(json.dumps({"text": text}) + "\n" for text in corpus))
+    command = ["build", str(tiny_embedder()), "-o", str(no_leftovers)]
     options = [
         "--variants",
         "onnxruntime-int4+blocks",

@@ -77,11 +77,11 @@ class OpenVino:
                 # Weights stay fp32 in the file: from fp16 ones the embedding lookup is four times slower (2 % of MiniLM
                 # at 8×128), and loading has to widen them before it can repack them.
                 openvino.save_model(model, directory / f"{name}.xml", compress_to_fp16=False)
+                if variant.precision is Precision.FP16 and source.beyond_fp16:
+                    _keep_wide(directory / f"{name}.xml", source.beyond_fp16)
             except RuntimeError as error:
                 raise StageError(f"OpenVINO cannot read the graph '{name}': {_why(error)}") from error
             graphs[name] = f"{name}.xml"
-            if variant.precision is Precision.FP16 and source.beyond_fp16:
-                _keep_wide(directory / graphs[name], source.beyond_fp16)
         return Artifact(variant, source.signature, directory, graphs)
 
     def open(self, artifact: Artifact, options: RunOptions) -> Session:
@@ -140,9 +140,11 @@ def _keep_wide(file: Path, tensors: frozenset[str]) -> None:
     tree = ElementTree.parse(file)
     for layer in tree.iter("layer"):
         if layer.get("name") in kept:
-            about = ElementTree.Element("rt_info")
+            about = layer.find("rt_info")
+            if about is None:
+                about = ElementTree.Element("rt_info")
+                layer.insert(1 if layer.find("data") is not None else 0, about)
             ElementTree.SubElement(about, "attribute", _STAYS_FP32)
-            layer.insert(1 if layer.find("data") is not None else 0, about)
     tree.write(file, encoding="utf-8", xml_declaration=True)
     ran = {
         name: str(node.get_rt_info()["runtimePrecision"].value)
