@@ -27,7 +27,7 @@ import msgspec
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from hasten.quantize.targets import target_of
+from hasten.core.targets import target_of
 
 import tiny
 from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source
