@@ -189,6 +189,7 @@ def test_every_runtime_names_the_operator(variant: str, wide: Any, make_graphs: 
     import onnx
 
     from hasten.quantize.dynamic import quantize_dynamic
+    from hasten.quantize.recipe import Method, Recipe
 
     loaded, _ = wide
     wanted = Variant.parse(variant)
@@ -198,7 +199,8 @@ def test_every_runtime_names_the_operator(variant: str, wide: Any, make_graphs: 
     bias.CopyFrom(onnx.numpy_helper.from_array(np.full(tuple(bias.dims), np.inf, np.float32), bias.name))
     onnx.save(model, graph)
     if wanted.precision is Precision.INT8:
-        quantize_dynamic(graph, graph, external_data=False)
+        recipe = Recipe(variant=variant, method=Method.DYNAMIC, target="avx512_vnni")
+        quantize_dynamic(graph, graph, recipe, external_data=False)
     folder = tmp_path / variant
     folder.mkdir()
     backend = BACKENDS.get(wanted.backend)
