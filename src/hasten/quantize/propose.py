@@ -14,7 +14,7 @@ from hasten.quantize.calibration import Calibration
 from hasten.quantize.products import Product, Wires, find_pairs, find_products
 from hasten.quantize.ranges import input_maxima, stream
 from hasten.quantize.smooth import smoothing
-from hasten.quantize.split import CHANNELS, find_splits, split
+from hasten.quantize.split import CHANNELS, RATIO, find_splits, split
 
 # How far outliers migrate: 0 would leave them where they are, 1 would move them wholly into the weights.
 _ALPHAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -26,14 +26,14 @@ _TOKENS = 256
 
 
 def propose(
-    graph: Path, calibration: Calibration, *, channels: int = CHANNELS
+    graph: Path, calibration: Calibration, *, channels: int = CHANNELS, ratio: float = RATIO
 ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
     """What a recipe for this graph may smooth, and what it may split."""
     model = read_graph(graph)
     products = find_products(model)
     maxima = _by_weight(products, input_maxima(graph, products, calibration))
     seconds = [pair.second.name for pair in find_pairs(model, products)]
-    splits = find_splits({name: maxima[name] for name in seconds}, channels=channels)
+    splits = find_splits({name: maxima[name] for name in seconds}, channels=channels, ratio=ratio)
     split(model, splits)
     left = maxima | {name: np.delete(maxima[name], outliers) for name, outliers in splits.items()}
     return find_smoothing(model, left, calibration.first(_ROWS)), splits
