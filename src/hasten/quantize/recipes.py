@@ -13,8 +13,9 @@ from hasten.backends import BACKENDS, Dialect
 from hasten.core.progress import Progress
 from hasten.core.targets import Target
 from hasten.core.variant import Precision, Variant
-from hasten.graph import is_large
+from hasten.graph import is_large, read_graph
 from hasten.quantize.calibration import Calibration
+from hasten.quantize.products import find_tables
 from hasten.quantize.propose import propose
 from hasten.quantize.recipe import Method, Recipe
 from hasten.quantize.rewrite import rewrite
@@ -55,8 +56,11 @@ class Recipes:
             bits=_BITS[variant.precision],
             calibration=self.calibration().digest if method is Method.NNCF else None,
         )
+        if Way.SMOOTH in ways or Way.SPLIT in ways:
+            # Who takes this much care has no use for a coarse table: nothing is gained by it but size.
+            recipe = replace(recipe, keep=self._tables)
         if count := kept_products(variant):
-            recipe = replace(recipe, keep=self.most_sensitive(without_kept(variant))[:count])
+            recipe = replace(recipe, keep=(*recipe.keep, *self.most_sensitive(without_kept(variant))[:count]))
         if recipe.calibrator is not None:
             recipe = replace(recipe, ranges=self._ranges(recipe))
         return recipe
@@ -82,6 +86,10 @@ class Recipes:
     @cached_property
     def _proposed(self) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
         return propose(self.graphs[Dialect.ORT], self.calibration())
+
+    @cached_property
+    def _tables(self) -> tuple[str, ...]:
+        return tuple(find_tables(read_graph(self.graphs[Dialect.ORT], with_weights=False)))
 
     def _ranges(self, recipe: Recipe) -> dict[str, tuple[float, float]]:
         """Of the graph as it is when it is quantized: rewritten."""
