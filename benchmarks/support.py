@@ -27,8 +27,6 @@ import msgspec
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from hasten.core.targets import target_of
-
 import tiny
 from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source
 from hasten.builder.check import check_graph, check_tokenizer
@@ -42,6 +40,7 @@ from hasten.core.hardware import this_machine
 from hasten.core.plan import Gate, Plan
 from hasten.core.progress import Silent
 from hasten.core.report import Pass
+from hasten.core.targets import target_of
 from hasten.core.tensors import Signature
 from hasten.core.tokenizer import Tokenizer, TokenizerSpec
 from hasten.core.variant import Precision, Variant

@@ -167,7 +167,7 @@ def test_what_data_will_not_show_is_said_before_the_work(
 
 
 def test_calibration_needs_no_labels_and_no_other_columns(tiny_classifier: Any, tmp_path: Path) -> None:
-    from hasten.builder.build import outline
+    from hasten.builder.outline import outline
     from hasten.core.plan import Plan
 
     (tmp_path / "dev.csv").write_text("sentence,stars\na fine day,good\n", encoding="utf-8")

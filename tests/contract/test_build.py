@@ -145,7 +145,7 @@ def test_explicit_variants_are_the_only_ones(tiny_classifier: Any, quick_build: 
 
 
 def test_without_a_place_the_cache_is_it(tiny_classifier: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from hasten.builder.build import outline
+    from hasten.builder.outline import outline
     from hasten.core.plan import Plan
 
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path))

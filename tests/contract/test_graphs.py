@@ -84,7 +84,7 @@ def test_a_large_model_is_bundled_whole(
     from hasten.builder.export import export
 
     small = quick_build(tiny_classifier("bert"), variants=[ORT_FP32])
-    monkeypatch.setattr("hasten.builder.build.EXTERNAL_DATA_BYTES", 0)
+    monkeypatch.setattr("hasten.graph.EXTERNAL_DATA_BYTES", 0)
     monkeypatch.setattr("hasten.builder.build.export", partial(export, external_data_bytes=0))
     variants = [ORT_FP32, "onnxruntime-int8", "openvino-fp32"]
     large = quick_build(tiny_classifier("bert"), variants=variants, keep="all", min_agreement=0.0)

@@ -200,7 +200,7 @@ def test_weights_beside_the_graph_travel(
         scores(answers(bundle, list(corpus), top_k=None)), scores(pipeline(list(corpus))), atol=1e-4
     )
     monkeypatch.setattr("hasten.builder.given.EXTERNAL_DATA_BYTES", 0)
-    monkeypatch.setattr("hasten.builder.build.EXTERNAL_DATA_BYTES", 0)
+    monkeypatch.setattr("hasten.graph.EXTERNAL_DATA_BYTES", 0)
     large = quick_build(model, variants=["graph-fp32", ORT_FP32], keep="all")
     assert "graph/model.onnx.data" in large.manifest.files
     for variant in ("graph-fp32", ORT_FP32):

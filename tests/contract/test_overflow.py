@@ -156,7 +156,7 @@ def test_a_build_says_what_it_kept(wide_model: Path, quick_build: Any) -> None:
     guard = next(done for done in bundle.report.passes if done.name == "guard")
     assert guard.variants == ("openvino-fp16",)
     assert guard.notes[0].startswith("5 operators kept in fp32: values reach ")
-    stage = next(stage for stage in bundle.report.stages if stage.name == "make and verify")
+    stage = next(stage for stage in bundle.report.stages if stage.name == "search")
     assert guard.notes[0] in stage.notes
 
 
@@ -165,7 +165,7 @@ def test_a_variant_that_overflows_is_refused_by_name(
     wide_model: Path, quick_build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the guard, which measures on the same rows: as where rows to come are unlike them."""
-    monkeypatch.setattr("hasten.builder.build.overflows", lambda *_: ())
+    monkeypatch.setattr("hasten.builder.attempt.overflows", lambda *_: ())
     with pytest.raises(AccuracyError) as caught:
         quick_build(wide_model, variants=["openvino-fp16"])
     assert [one.reason for one in caught.value.candidates] == [f"some outputs are not finite numbers: first at {FIRST}"]

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import logging
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session
 from hasten.builder.attempt import Attempts, Original
 from hasten.builder.check import check_graph, check_tokenizer
-from hasten.builder.choose import GRAPH, MODULE, contenders, explain, front, rank
-from hasten.builder.detect import detect_task, foresee
+from hasten.builder.choose import GRAPH, explain, front, rank
 from hasten.builder.export import IR_VERSION, OPSET, export
 from hasten.builder.given import LoadedGraph, load_graph
 from hasten.builder.load import load_model, save_tokenizer
+from hasten.builder.outline import Given, Outline, look
 from hasten.builder.passes import apply_passes, record
-from hasten.builder.search import Search, Trial, ladder
+from hasten.builder.search import Search, Trial
 from hasten.builder.source import ModelDirectory, find_model
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
-from hasten.bundle.write import check_target
-from hasten.core.cache import cache_directory
 from hasten.core.errors import AccuracyError, HastenError, StageError, translate_os_errors
 from hasten.core.hardware import Machine, this_machine
 from hasten.core.plan import Keep, Plan, Shapes
@@ -39,14 +36,11 @@ from hasten.core.variant import Precision, Variant
 from hasten.core.version import __version__
 from hasten.graph import is_large
 from hasten.measure.bench import bench
-from hasten.measure.data import Data, check_columns, read_data
 from hasten.measure.fault import find_fault, is_finite
-from hasten.measure.rows import Rows, check_calibration, check_rows, choose_rows
+from hasten.measure.rows import Rows, check_rows, choose_rows
 from hasten.measure.verify import Expectation, expect
 from hasten.predictor import Predictor
-from hasten.quantize.recipe import Recipe, read_recipe
 from hasten.quantize.ways import needs_calibration
-from hasten.tasks import AnyTask
 
 logger = logging.getLogger("hasten")
 
@@ -55,81 +49,6 @@ _STORED_REFERENCE_ROWS = 2000
 _STORED_REFERENCE_BYTES = 2**25
 # The two a bundle holds by default are the two whose other shapes matter.
 _FINALISTS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """What a build would do, before it does it."""
-
-    model: str
-    task: str
-    target: Path
-    # The backend that runs the original.
-    baseline: str
-    contenders: tuple[str, ...]
-    # What is tried after them while there is time.
-    further: tuple[str, ...]
-    unavailable: tuple[Candidate, ...]
-    # What a person should know about the data.
-    notes: tuple[str, ...] = ()
-
-
-def outline(plan: Plan, output: Path | None = None, *, force: bool = False) -> Outline:
-    """All that can be refused or resolved without the weights: `--dry-run`, and the first step of every build."""
-    return _look(plan, output, force=force, directory=None)[0]
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """What the user brings beside the model, read once: a pipe cannot be read again."""
-
-    data: Data | None
-    calibration: Data | None
-    recipe: Recipe | None
-
-
-def _look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None) -> tuple[Outline, _Given]:
-    """The outline, and the rows that were read for it."""
-    if output is not None:
-        check_target(output, force=force)
-    given = _Given(
-        read_data(plan.data, plan.columns) if plan.data is not None else None,
-        # It needs no labels, so those of the columns may be missing.
-        read_data(plan.calibration, plan.columns, may_lack_columns=True) if plan.calibration is not None else None,
-        read_recipe(Path(plan.recipe)) if plan.recipe is not None else None,
-    )
-    model = find_model(plan, with_weights=False, directory=directory)
-    baseline = MODULE if model.graph is None else GRAPH
-    wanted, unavailable = contenders(plan, this_machine(), baseline, given.recipe)
-    task = detect_task(model, plan)
-    notes = _check_given(given, plan, model, task)
-    target = output or cache_directory() / "bundles" / _cache_name(model, directory)
-    further: list[Variant] = []
-    if not plan.variants and given.recipe is None:
-        further, missing = ladder(wanted)
-        unavailable += missing
-    names, later = (tuple(variant.name for variant in variants) for variants in (wanted, further))
-    return Outline(model.id, task.name, target, baseline, names, later, tuple(unavailable), notes), given
-
-
-def _check_given(given: _Given, plan: Plan, model: ModelDirectory, task: AnyTask) -> tuple[str, ...]:
-    """Refuse what no build could judge by, and say what it will not show."""
-    check_columns(plan.columns, task)
-    notes: tuple[str, ...] = ()
-    if given.data is not None:
-        spec = foresee(model, task, plan)
-        rows = given.data.rows_for(spec, is_quiet=True) if spec is not None else given.data.rows
-        notes += check_rows(task, spec, rows, plan.gate, plan.gate.needing_labels)
-    if given.calibration is not None:
-        notes += check_calibration(task, given.data, given.calibration)
-    return notes
-
-
-def _cache_name(model: ModelDirectory, directory: Path | None) -> str:
-    """A hub id as it is, flattened; a local model by its folder, one that lies nowhere by its name."""
-    if directory is not None:
-        return re.sub(r"[^\w.-]+", "-", model.id).strip("-.")
-    return model.id.replace("/", "--") if model.revision else Path(model.id).name or "model"
 
 
 def build(
@@ -144,7 +63,7 @@ def build(
 
     `directory` is where a model lies whose name in the plan is not an address.
     """
-    about, given = _look(plan, output, force=force, directory=directory)
+    about, given = look(plan, output, force=force, directory=directory)
     for note in about.notes:
         logger.warning("%s", note)
     temporary = Path(tempfile.gettempdir())
@@ -161,7 +80,7 @@ def build(
 class _Build:
     plan: Plan
     about: Outline
-    given: _Given
+    given: Given
     work: Path
     progress: Progress
     force: bool
@@ -270,9 +189,10 @@ class _Build:
         verdicts = {variant: trial.verdict for variant, trial in eligible.items()}
         if loaded.baseline not in verdicts:
             refused = (Candidate(loaded.baseline.name, Status.BASELINE, "the original"), *refused)
+        kept = ranking if self.plan.keep is Keep.ALL else ranking[:2]
+        self.passes = _of_stored(self.passes, [variant.name for variant in kept])
         report = self._report(measured, ranking, shapes, verdicts, refused)
         with self._stage("write"), BundleWriter(self.about.target, force=self.force) as writer:
-            kept = ranking if self.plan.keep is Keep.ALL else ranking[:2]
             stored_graphs = {MODEL: writer.add_graph(graphs.plain)}
             for variant in kept:
                 writer.add_variant(eligible[variant].artifact)
@@ -434,6 +354,12 @@ def _stored_rows(expected: Expectation) -> int:
     """How many answers a bundle keeps: vectors of all tokens, or scores of a whole vocabulary, are large."""
     size = sum(output.nbytes for output in expected.outputs.values())
     return min(_STORED_REFERENCE_ROWS, max(16, expected.encoded.items * _STORED_REFERENCE_BYTES // max(1, size)))
+
+
+def _of_stored(passes: Sequence[Pass], stored: Sequence[str]) -> list[Pass]:
+    """What was done to the graphs a bundle holds; a search makes many others."""
+    own = [replace(done, variants=tuple(name for name in done.variants if name in stored)) for done in passes]
+    return [now for now, before in zip(own, passes, strict=True) if now.variants or not before.variants]
 
 
 def _inaccurate(trials: Mapping[Variant, Trial]) -> list[Candidate]:

@@ -77,7 +77,8 @@ def main(args: argparse.Namespace) -> int:
     )
     from rich.markup import escape
 
-    from hasten.builder.build import build, outline
+    from hasten.builder.build import build
+    from hasten.builder.outline import outline
     from hasten.cli import console
 
     if args.dry_run:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from rich.console import Console
@@ -122,7 +123,9 @@ def print_report(report: Report) -> None:
         "memory",
         "size",
     ):
-        table.add_column(name, justify="right" if name in ("p50", "load", "memory", "size") else "left")
+        justify: Literal["left", "right"] = "right" if name in ("p50", "load", "memory", "size") else "left"
+        # Half a name names nothing: rather let the sentence beside it wrap.
+        table.add_column(name, justify=justify, no_wrap=name == "variant")
     for candidate in _by_speed(report.candidates, at_optimal):
         timing, size = at_optimal.get(candidate.variant), sizes.get(candidate.variant)
         table.add_row(
@@ -273,7 +276,8 @@ def print_batches(candidates: Sequence[Candidate]) -> None:
 
 def print_notes(notes: Sequence[str], candidates: Sequence[Candidate]) -> None:
     """What a person should know before believing the numbers."""
-    verdicts = [candidate.verdict for candidate in candidates if candidate.verdict is not None]
+    # What was refused needs no grain of salt.
+    verdicts = [candidate.verdict for candidate in candidates if candidate.verdict and candidate.verdict.passed]
     for note in (*notes, *(f"{verdict.variant}: {note}" for verdict in verdicts for note in verdict.notes)):
         out.print(note, style="yellow", highlight=False, markup=False)
 
