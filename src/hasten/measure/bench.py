@@ -35,9 +35,10 @@ _SETTLE_S = 0.01
 _WARM_RUNS = 2
 _ENOUGH_ROUNDS = 200
 _LEAST_ROUNDS = 2
-# Where only the fastest matter, who is this much slower than the fastest after a few rounds takes no more turns.
+# Where only the fastest matter, who is this much slower than the fastest after a few short rounds takes no more turns.
 _HOPELESS = 1.5
 _ROUNDS_TO_TELL = 3
+_SHORT = 0.25
 # Above this others disturb the measurement; a machine's own daemons use less.
 BUSY_SHARE = 0.1
 
@@ -130,7 +131,8 @@ def _time_shape(
         turn_start = time.perf_counter()
         # In another order each round: whoever follows a contender whose threads still spin pays for it.
         for place in order.permutation(racing):
-            times = lanes[place].turn(shape)
+            is_short = is_heat and rounds < _ROUNDS_TO_TELL
+            times = lanes[place].turn(shape, _SHORT if is_short else 1.0)
             samples[place] += times
             medians[place].append(float(np.median(times)))
         rounds += 1
@@ -211,9 +213,9 @@ class Lane:
             once = self._run(Turn(str(shape), warm=1, count=1))[0] / 1e3
         self._counts[str(shape)] = max(1, min(_MOST_PER_TURN, round(_TURN_S / once)))
 
-    def turn(self, shape: Shape) -> list[float]:
+    def turn(self, shape: Shape, share: float = 1.0) -> list[float]:
         time.sleep(_SETTLE_S)
-        count = self._counts[str(shape)]
+        count = max(1, round(share * self._counts[str(shape)]))
         # A slow shape needs no second warm run: what it warms lasts a small part of the first.
         return self._run(Turn(str(shape), warm=_WARM_RUNS if count > 1 else 0, count=count))
 
