@@ -36,6 +36,7 @@ from hasten.core.plan import Gate, Plan
 from hasten.core.statistics import median_ratio
 from hasten.core.tensors import Shape
 from hasten.core.variant import Precision, Variant
+from hasten.graph import depends_on_batch
 from hasten.measure.data import read_rows
 from hasten.measure.verify import Expectation, expect, verify
 from hasten.predictor import Predictor
@@ -108,9 +109,12 @@ def study(name: str, about: Study, folder: Path, args: argparse.Namespace) -> di
     )
     took = time.perf_counter() - begin
     console.print_report(bundle.report)
-    contenders = {artifact.variant.name: artifact for artifact in by_hand(bundle, model, calibration, folder, args)}
-    contenders |= {entry.name: bundle.artifact(entry) for entry in bundle.manifest.variants}
-    answers = judge(bundle, contenders, read_rows(data, None, bundle.manifest.task), model)
+    peers = {artifact.variant.name: artifact for artifact in by_hand(bundle, model, calibration, folder, args)}
+    answers = judge(bundle, peers, read_rows(data, None, bundle.manifest.task), model)
+    # Ours were judged by the build, on rows it did not calibrate on.
+    verdicts = {candidate.variant: candidate.verdict for candidate in bundle.report.candidates}
+    answers |= {entry.name: verdicts[entry.name] for entry in bundle.manifest.variants}
+    contenders = peers | {entry.name: bundle.artifact(entry) for entry in bundle.manifest.variants}
     commands = {name: [sys.executable, str(HERE / "by_hand.py")] for name in contenders}
     batch = token_rows(bundle, read_rows(data)).rows
     speed = []
@@ -222,8 +226,10 @@ def judge(bundle: Bundle, contenders: dict[str, Artifact], rows: Any, model: str
     for name, contender in contenders.items():
         with BACKENDS.get(contender.variant.backend).open(contender, RunOptions()) as session:
             predictor = Predictor(spec, tokenizer, session)
-            # A small share of the rows would do for speed alone, but the metric is of all of them.
-            sizes = BATCHES if len(rows) <= 1500 else ()
+            # PyTorch's activations have a scale for a batch too.
+            path = contender.path()
+            is_mixed = path.suffix == ".pt" or (path.suffix == ".onnx" and depends_on_batch(path))
+            sizes = BATCHES if is_mixed else ()
             answers[name] = verify(predictor, name, expected, Gate(), progress, batch_sizes=sizes)
     return answers
 
