@@ -9,6 +9,7 @@ Names are imported when first used: `import hasten` loads no library.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from hasten.predictor import Predictor
+
+# Since 1.29 ONNX Runtime reports on models and machine to its maker, and keeps a number it knows the user by, unless
+# this is set before it loads. Models and data are nobody else's business; a value that is there already stays.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOMES = {
     "build": "hasten.api",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,15 @@ def modules_after(code: str, *arguments: str) -> set[str]:
 def test_importing_hasten_imports_no_library() -> None:
     found = modules_after("import hasten; dir(hasten); hasten.__version__")
     assert found - set(sys.stdlib_module_names) == {"hasten"}
+
+
+def test_onnxruntime_reports_nothing_and_keeps_no_identity(tmp_path: Path) -> None:
+    """Outside of tests and CI, where it would not report in any case."""
+    quiet = ("CI", "TF_BUILD", "GITHUB_ACTIONS", "ORT_DISABLE_TELEMETRY", "ORT_RUNNING_UNIT_TESTS", "XDG_CACHE_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in quiet}
+    environment |= {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", "import hasten, onnxruntime"], check=True, env=environment)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("backend", [backend.name for backend in BACKENDS.all() if backend.is_stored])
