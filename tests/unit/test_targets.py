@@ -7,7 +7,7 @@ import pytest
 from hasten.core.errors import PlanError
 from hasten.core.hardware import Machine
 from hasten.core.plan import Plan
-from hasten.core.targets import TARGETS, describe_target, find_target, needed, reduces_range, target_of, why_not
+from hasten.core.targets import TARGETS, describe_target, find_target, needed, target_of, why_not
 
 EXACT = ("amx_int8", "avx512_vnni", "avx_vnni", "neon")
 
@@ -31,8 +31,8 @@ def test_a_machine_is_the_most_capable_target(machine: Machine, instructions: tu
 @pytest.mark.parametrize("name", TARGETS)
 def test_only_what_keeps_to_seven_bits_runs_anywhere(name: str) -> None:
     target = find_target(name)
-    assert needed(target) == (() if reduces_range(target) else EXACT)
-    assert reduces_range(target) == (name in ("avx2", "avx512"))
+    assert needed(target) == (() if target.saturates else EXACT)
+    assert target.saturates == (name in ("avx2", "avx512"))
 
 
 def test_int8_in_eight_bits_is_refused_where_sums_saturate(machine: Machine) -> None:

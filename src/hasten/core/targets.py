@@ -42,11 +42,6 @@ def find_target(name: str) -> Target:
     return TARGETS[name]
 
 
-def reduces_range(target: Target) -> bool:
-    """Whether weights are to keep to seven bits for it."""
-    return target.saturates
-
-
 def needed(target: Target) -> tuple[str, ...]:
     """The instructions of which a processor must have any to compute the same as the target; none: all do.
 

@@ -30,16 +30,6 @@ def input_maxima(graph: Path, products: Sequence[Product], calibration: Calibrat
     return {product.name: maxima[product.input] for product in products}
 
 
-def extremes(graph: Path, calibration: Calibration) -> dict[str, float]:
-    """The largest magnitude in each float tensor that a node makes, in the order of the graph.
-
-    What is no number counts as infinite.
-    """
-    model = read_graph(graph)
-    maxima = _maxima(model, dict.fromkeys(_float_tensors(model), 1), calibration)
-    return {name: float(value[0]) for name, value in maxima.items()}
-
-
 def stream(model: Any, names: Sequence[str], calibration: Calibration) -> Iterator[dict[str, FloatArray]]:
     """Tensors of a graph by name, batch after batch. They become outputs of it."""
     import onnx
@@ -98,19 +88,6 @@ def _constant(model: Any, name: str, values: Any) -> str:
     if all(tensor.name != name for tensor in model.graph.initializer):
         model.graph.initializer.append(numpy_helper.from_array(values, name))
     return name
-
-
-def _float_tensors(model: Any) -> list[str]:
-    """Of fused operators no types are inferred; the runtime knows them."""
-    import onnx
-
-    asked = onnx.ModelProto()
-    asked.CopyFrom(model)
-    names = [name for node in model.graph.node for name in node.output if name]
-    del asked.graph.output[:]
-    asked.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    types = {entry.name: entry.type for entry in _open(asked).get_outputs()}
-    return [name for name in names if types[name] == "tensor(float)"]
 
 
 def _open(model: Any) -> Any:
