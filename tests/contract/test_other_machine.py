@@ -227,6 +227,17 @@ def test_a_few_unlucky_rows_are_not_the_whole(copied: Any, monkeypatch: pytest.M
         hasten.load(with_other_answers(bundle, lambda _: -answers).path, INT8, threads=1, strict=True)
 
 
+def test_where_few_rows_do_not_do_it_is_judged_as_it_was_built(copied: Any) -> None:
+    """Dynamic int8 at every batch size, as `hasten verify` does."""
+    bundle = with_other_answers(copied(INT8, gate=Gate(min_agreement=0.5)), lambda value: -value)
+    assert bundle.entry(INT8).depends_on_batch
+    with pytest.raises(AccuracyError) as caught:
+        hasten.load(bundle.path, INT8, threads=1, strict=True)
+    (refused,) = caught.value.candidates
+    assert refused.verdict is not None
+    assert [at.size for at in refused.verdict.by_batch] == list(bundle.report.plan.shapes.batches)
+
+
 # --- building for another target
 
 

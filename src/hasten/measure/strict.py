@@ -13,7 +13,7 @@ from hasten.core.plan import Gate
 from hasten.core.progress import Silent
 from hasten.core.report import Candidate, Status, Verdict
 from hasten.measure.fault import with_fault
-from hasten.measure.verify import Expectation, expect, verify
+from hasten.measure.verify import Expectation, batch_sizes, expect, verify
 from hasten.predictor import Predictor, open_session, probe, required
 
 logger = logging.getLogger("hasten")
@@ -79,5 +79,5 @@ def _prove(predictor: Predictor, artifact: Artifact, bundle: Bundle, options: Ru
     )
     verdict = verify(predictor, name, few, Gate(about.gate.min_agreement), Silent())
     if not verdict.passed:
-        verdict = verify(predictor, name, every, about.gate, Silent())
+        verdict = verify(predictor, name, every, about.gate, Silent(), batch_sizes(bundle, name))
     return with_fault(verdict, artifact, every.encoded.batch, options)

@@ -216,10 +216,15 @@ def reverify(
         artifact = required(bundle, entry)
         with open_session(artifact, options) as session:
             predictor = Predictor(about.task, tokenizer, session)
-            sizes = bundle.report.plan.shapes.batches if entry.depends_on_batch else ()
-            verdict = verify(predictor, entry.name, expected, gate, progress, sizes)
+            verdict = verify(predictor, entry.name, expected, gate, progress, batch_sizes(bundle, entry.name))
         candidates.append(_candidate(with_fault(verdict, artifact, expected.encoded.batch, options)))
     return candidates
+
+
+def batch_sizes(bundle: Bundle, variant: str) -> tuple[int, ...]:
+    """At which sizes one of its variants is judged: none where its answers do not depend on the rest of a batch."""
+    depends = any(entry.depends_on_batch for entry in bundle.manifest.variants if entry.name == variant)
+    return bundle.report.plan.shapes.batches if depends else ()
 
 
 def _candidate(verdict: Verdict) -> Candidate:
