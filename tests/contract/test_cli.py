@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from hasten.cli import main
+from hasten.cli import console, main
+from hasten.core.report import Agreement, Candidate, Metric, Status, Verdict
+from hasten.core.statistics import Interval
 
 QUICK = ["--bench-budget", "0.2s", "-b", "1", "-s", "8", "16", "32"]
 
@@ -141,6 +143,44 @@ def test_run_prints_every_kind_of_answer_on_one_line(
     monkeypatch.setattr("hasten.api.load", lambda *_, **__: nullcontext(lambda payload: [answer for _ in payload]))
     assert main(["run", "bundle", "a\ntext", "another"]) == 0
     assert capsys.readouterr().out == f"{printed} a text\n{printed} another\n"
+
+
+def test_texts_may_come_behind_options(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(bundle), "a text", "--json"]) == 0
+    expected = capsys.readouterr().out
+    assert main(["run", "--json", str(bundle), "--strict", "a text"]) == 0
+    assert capsys.readouterr().out == expected
+    assert main(["run", str(bundle), "--threads", "1", "--", "--json"]) == 0
+    assert capsys.readouterr().out.endswith(" --json\n")
+
+
+def test_names_are_shown_whole_and_what_is_cut_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "onnxruntime-int8+attention+smooth+split+keep12"
+    agreement = Agreement("same label", 0.99, 2, 0.5, 0.1, 1.0, flips=1, cosine_mean=0.5, worst=(0,))
+    metric, interval = Metric("accuracy", 0.9, 2), Interval(0.1, -0.5, 0.5)
+    verdict = Verdict(name, True, "a reason that is long enough to wrap", agreement, metric, metric, interval)
+    candidate = Candidate(name, Status.ELIGIBLE, "accuracy drop 0.11 points (−0.57 to 0.80) ≤ 0.2 at batch 32", verdict)
+    console.print_verdicts([candidate], [{"text": "long " * 40}, {"text": "short"}])
+    printed = capsys.readouterr().out
+    assert printed.count(name) == 2
+    assert "long…" in printed.replace("\n", "").replace(" ", "")
+
+
+def test_what_stands_in_brackets_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = "making it needs the package 'nncf': pip install 'hasten[nncf]'"
+    missing = Candidate("openvino-int8", Status.UNAVAILABLE, reason)
+    console.print_candidates([missing])
+    assert reason in capsys.readouterr().out
+    console.print_verdicts([missing], [])
+    assert reason in capsys.readouterr().out
+
+
+def test_dry_run_shows_how_to_install_what_is_missing(
+    tiny_classifier: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hasten.builder.search.find_spec", lambda _: None)
+    assert main(["build", str(tiny_classifier("bert")), "--dry-run"]) == 0
+    assert "pip install 'hasten[nncf]'" in capsys.readouterr().out
 
 
 def test_verify_and_bench(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:

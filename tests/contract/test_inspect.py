@@ -183,6 +183,7 @@ def test_as_a_person_reads_it(bundle: Bundle, capsys: pytest.CaptureFixture[str]
         "attention fused in 2 of 2 layers",
     ):
         assert part in printed
+    assert not re.search(r"for *$", printed, re.MULTILINE)
     assert main(["inspect", str(bundle.path), "--variant", ORT_INT8]) == 0
     assert re.search(r"QAttention +CPUExecutionProvider +1", capsys.readouterr().out)
 

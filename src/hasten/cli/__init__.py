@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: unknown command '{name}'{did_you_mean(name, COMMANDS)}\n  hint: hasten --help", file=sys.stderr)
         return 2
     command: Command = import_module(f"hasten.cli.{name}")
-    return _run(command, parser_for(name, command).parse_args(rest))
+    # Intermixed: texts may come behind options.
+    return _run(command, parser_for(name, command).parse_intermixed_args(rest))
 
 
 def parser_for(name: str, command: Command) -> argparse.ArgumentParser:

@@ -15,6 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    from rich.markup import escape
+
     from hasten.builder.rebench import rebench
     from hasten.bundle import open_bundle
     from hasten.cli import console
@@ -33,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
         console.print_timings(measured.bench)
         console.print_footprints(measured.bench)
         for candidate in measured.refused:
-            console.out.print(f"[dim]not timed: {candidate.variant}: {candidate.reason}[/]", highlight=False)
+            console.out.print(f"[dim]not timed: {candidate.variant}: {escape(candidate.reason)}[/]", highlight=False)
         console.out.print(f"[dim]{measured.machine}[/]", highlight=False)
         console.print_busy(measured.bench)
     return 0

@@ -92,7 +92,7 @@ def main(args: argparse.Namespace) -> int:
                 console.out.print(f"then    {', '.join(about.further)}, as far as {args.budget} go")
             console.out.print(f"against {about.baseline}")
             for candidate in about.unavailable:
-                console.out.print(f"        [dim]not {candidate.variant}: {candidate.reason}[/]")
+                console.out.print(f"        [dim]not {candidate.variant}: {escape(candidate.reason)}[/]")
             console.out.print(f"write   {about.target}", highlight=False)
             for note in about.notes:
                 console.out.print(f"[yellow]{escape(note)}[/]", highlight=False)

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
@@ -26,6 +27,8 @@ from hasten.tasks import Row
 
 # A log or a pipe has no width of its own; tables keep their columns there.
 _LOG_WIDTH = 140
+# Of a row that is only to be recognized.
+_SHOWN_CHARACTERS = 90
 
 out = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
 err = Console(stderr=True, width=None if sys.stderr.isatty() else _LOG_WIDTH)
@@ -70,7 +73,7 @@ class Display:
         if note is None:
             self._bars.update(task, advance=round(amount, 1))
         else:
-            self._bars.update(task, advance=round(amount, 1), note=note)
+            self._bars.update(task, advance=round(amount, 1), note=escape(note))
 
     def finish(self, note: str = "", *, ok: bool = True) -> None:
         task, what, began = self._open.pop()
@@ -78,7 +81,7 @@ class Display:
         if not self._open:
             self._bars.stop()
             mark = "[green]✓[/]" if ok else "[red]✗[/]"
-            err.print(f"{mark} {what:<18} [cyan]{time.perf_counter() - began:6.1f} s[/]  [dim]{note}[/]")
+            err.print(f"{mark} {what:<18} [cyan]{time.perf_counter() - began:6.1f} s[/]  [dim]{escape(note)}[/]")
 
 
 def display(quiet: bool) -> Progress:
@@ -131,7 +134,7 @@ def print_report(report: Report) -> None:
         table.add_row(
             _MARKS.get(candidate.status, "•" if candidate.variant in report.front else ""),
             candidate.variant,
-            _answers(candidate),
+            escape(_answers(candidate)),
             f"{timing.p50_ms:.2f} ms" if timing else "",
             _ratio(timing) if timing else "",
             f"{size.load_ms / 1e3:.2f} s" if size else "",
@@ -173,7 +176,8 @@ def print_timings(bench: Bench) -> None:
     """Everything that was timed, a row a shape and variant."""
     table = plain_table("timings")
     for name in ("batch × tokens", "variant", "p50", "p90", "p99", "sentences/s", f"vs {bench.baseline}"):
-        table.add_column(name, justify="right" if name in ("p50", "p90", "p99", "sentences/s") else "left")
+        justify: Literal["left", "right"] = "right" if name in ("p50", "p90", "p99", "sentences/s") else "left"
+        table.add_column(name, justify=justify, no_wrap=name == "variant")
     last = None
     for timing in bench.timings:
         table.add_row(
@@ -192,11 +196,11 @@ def print_timings(bench: Bench) -> None:
 def print_candidates(candidates: Sequence[Candidate]) -> None:
     table = plain_table("candidates")
     for name in ("", "variant", "status", "why"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=name == "variant")
     for candidate in candidates:
         mark = _MARKS.get(candidate.status, "✓")
         table.add_row(
-            mark, candidate.variant, candidate.status.value, candidate.reason, style=_STYLES[candidate.status]
+            mark, candidate.variant, candidate.status.value, escape(candidate.reason), style=_STYLES[candidate.status]
         )
     out.print(table)
 
@@ -209,12 +213,12 @@ def print_verdicts(candidates: Sequence[Candidate], rows: Sequence[Row]) -> None
     table = plain_table(f"{len(rows)} rows")
     judged = ("metric", "drop") if metric is None else (metric.name, "drop")
     for name in ("", "variant", "agreement", "flips", "cosine", "max error", *judged):
-        table.add_column(name, justify="left" if name in ("", "variant") else "right")
+        table.add_column(name, justify="left" if name in ("", "variant") else "right", no_wrap=name == "variant")
     table.add_column("the gate")
     for candidate in candidates:
         verdict = candidate.verdict
         if verdict is None:
-            table.add_row("–", candidate.variant, *[""] * 6, candidate.reason, style="dim")
+            table.add_row("–", candidate.variant, *[""] * 6, escape(candidate.reason), style="dim")
             continue
         agreement = verdict.agreement
         table.add_row(
@@ -226,7 +230,7 @@ def print_verdicts(candidates: Sequence[Candidate], rows: Sequence[Row]) -> None
             f"{agreement.max_error:.1e}",
             "" if verdict.metric is None else f"{verdict.metric.value:.4f}",
             "" if verdict.drop is None else points(verdict.drop) + chance(verdict.drop_interval),
-            candidate.reason,
+            escape(candidate.reason),
         )
     out.print(table)
     print_metrics(candidates)
@@ -235,7 +239,8 @@ def print_verdicts(candidates: Sequence[Candidate], rows: Sequence[Row]) -> None
     for verdict in verdicts:
         if verdict.variant != GRAPH and verdict.agreement.worst and verdict.agreement.max_error > FP32_TOLERANCE:
             row = json.dumps(rows[verdict.agreement.worst[0]], ensure_ascii=False)
-            out.print(f"{verdict.variant} differs most on", row[:90], style="dim", highlight=False, markup=False)
+            shown = row if len(row) <= _SHOWN_CHARACTERS else f"{row[:_SHOWN_CHARACTERS]}…"
+            out.print(f"{verdict.variant} differs most on {shown}", style="dim", highlight=False, markup=False)
 
 
 def print_metrics(candidates: Sequence[Candidate]) -> None:

@@ -96,7 +96,9 @@ def _print_passes(passes: Iterable[Pass]) -> None:
         table.add_column(name)
     for step in passes:
         before, after = sum(step.operators_before.values()), sum(step.operators_after.values())
-        lines = [_changes(step) if before else _counts(step.operators_after), f"[dim]for {', '.join(step.variants)}[/]"]
+        # The graph that every bundle holds is made whether or not a variant comes from it.
+        made = ", ".join(step.variants) or "the bundle's graph"
+        lines = [_changes(step) if before else _counts(step.operators_after), f"[dim]for {made}[/]"]
         lines += [f"[dim]{escape(note)}[/]" for note in step.notes]
         for what, reason in dict.fromkeys((part.what, part.reason) for part in step.left):
             nodes = [part.node for part in step.left if (part.what, part.reason) == (what, reason)]
