@@ -46,6 +46,9 @@ BAD_DATA: dict[str, tuple[dict[str, Any], type[HastenError], str]] = {
     "calibration lacks a column": (
         {"data": ROWS, "calibration": [{"sentence": "a"}]}, InputError, 'calibration.jsonl: item 1 has no "text"'
     ),
+    "too few rows to calibrate on": (
+        {"data": ROWS, "variants": ["onnxruntime-int8+smooth"]}, PlanError, "of 3 rows none can be set aside"
+    ),
     "calibration alone lacks a column": (
         {"calibration": [{"sentence": "a"}]}, InputError, 'calibration.jsonl: item 1 has no "text"'
     ),
@@ -101,7 +104,9 @@ def test_bad_data_is_found_before_the_weights_are_read(
 
 
 def _word(value: object) -> str:
-    return ",".join(f"{a}={b}" for a, b in value.items()) if isinstance(value, dict) else str(value)
+    if isinstance(value, dict):
+        return ",".join(f"{a}={b}" for a, b in value.items())
+    return " ".join(value) if isinstance(value, list) else str(value)
 
 
 @pytest.mark.parametrize("kind", ["regression", "similarity", "ranking"])

@@ -394,6 +394,8 @@ def test_a_quantized_graph_is_its_own_reference(
     assert rows["graph-int8"].verdict.agreement.max_error == 0.0
     assert "holds int8 weights" in rows[ORT_FP32].reason
     assert rows["onnxruntime-int8"].verdict is not None
+    with pytest.raises(PlanError, match=r"onnxruntime-int8\+attention cannot be made: .* in int8 already"):
+        quick_build(model, file_name="model_quantized.onnx", variants=["onnxruntime-int8+attention"])
     verified = reverify(open_bundle(bundle.path), None, Gate(), ["graph-int8"], 1, Silent())
     assert all(row.verdict.passed for row in verified)
     exact = quick_build(model, file_name="model.onnx", variants=[ORT_FP32])

@@ -12,7 +12,7 @@ import hasten
 from hasten.bundle import Bundle
 from hasten.bundle.manifest import sha256
 from hasten.cli import main
-from hasten.core.errors import AccuracyError, PlanError
+from hasten.core.errors import AccuracyError, PlanError, UnsupportedError
 from hasten.core.report import Status
 from hasten.quantize.recipe import FILE, Method, Recipe, read_recipe
 
@@ -117,3 +117,42 @@ def test_without_time_the_rest_is_skipped(tiny_model: Any, quick_build: Any) -> 
     skipped = [candidate for candidate in bundle.report.candidates if candidate.status is Status.SKIPPED]
     assert MENDED in {candidate.variant for candidate in skipped}
     assert "--budget" in skipped[0].reason
+
+
+def test_a_recipe_is_for_the_target_it_says(searched: Bundle, quick_build: Any, tmp_path: Path) -> None:
+    """Whatever machine repeats it: made for one that saturates, it runs anywhere."""
+    name, model = "onnxruntime-int8", Path(searched.manifest.model.id)
+    Recipe(variant=name, method=Method.DYNAMIC, target="avx2", reduce_range=True).write(tmp_path / FILE)
+    assert quick_build(model, recipe=tmp_path / FILE, min_agreement=0.0).chosen.instructions == ()
+    Recipe(variant=name, method=Method.DYNAMIC, target="avx512_vnni").write(tmp_path / FILE)
+    assert "avx512_vnni" in quick_build(model, recipe=tmp_path / FILE, min_agreement=0.0).chosen.instructions
+    with pytest.raises(PlanError, match="--target avx2 contradicts the recipe, which is for avx512_vnni"):
+        quick_build(model, recipe=tmp_path / FILE, target="avx2")
+
+
+def test_int8_for_openvino_says_what_it_needs_too(searched: Bundle) -> None:
+    """Its weights keep to seven bits only where the target asks for it."""
+    entries = {entry.name: entry for entry in searched.manifest.variants}
+    if "openvino-int8" not in entries:
+        pytest.skip("openvino-int8 was not made here")
+    assert entries["openvino-int8"].instructions == entries[MENDED].instructions
+
+
+def test_few_rows_are_searched_with_what_needs_none(tiny_model: Any, quick_build: Any, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "one"}\n{"text": "another"}\n')
+    bundle = quick_build(tiny_model("bert", "ForSequenceClassification"), data=rows, min_agreement=0.0)
+    found = {candidate.variant: candidate for candidate in bundle.report.candidates}
+    assert found["onnxruntime-int8+attention"].status in (Status.ELIGIBLE, Status.CHOSEN)
+    assert found[MENDED].status is Status.SKIPPED
+    assert found[MENDED].reason == "not tried: of 2 rows none can be set aside to calibrate on"
+
+
+def test_a_package_that_is_missing_is_told_before_the_work(
+    tiny_model: Any, quick_build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hasten.builder.search.find_spec", lambda _: None)
+    monkeypatch.setattr("hasten.builder.build.load_model", lambda *_: pytest.fail("the weights were read"))
+    with pytest.raises(UnsupportedError, match="openvino-int8 needs the package 'nncf'") as caught:
+        quick_build(tiny_model("bert", "ForSequenceClassification"), variants=["openvino-int8"])
+    assert caught.value.hint == "pip install 'hasten[nncf]'"

@@ -57,6 +57,7 @@ def test_it_tells_what_is_special_and_no_more(tmp_path: Path) -> None:
         ('variant = "onnxruntime-int8"\nmethod = "dynamic"\ntarget = "amx"\n[smooth]\na = "1 x"', "is not a recipe"),
         ('variant = "onnxruntime-int8"\nmethod = "dynamic"\ntarget = "amx"\n[smooth]\na = 4', "is not a recipe"),
         ("= = =", "is not a recipe"),
+        ('variant = "onnxruntime-int8"\nmethod = "dynamic"\ntarget = "amx"\natention = true', "mean 'attention'"),
     ],
 )
 def test_what_is_no_recipe_is_refused(text: str, what: str, tmp_path: Path) -> None:

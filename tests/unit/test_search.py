@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from hasten.backends import Artifact
+from hasten.builder.choose import front
 from hasten.builder.search import Search, Trial, ladder
-from hasten.core.errors import StageError
+from hasten.core.errors import HastenError, InputError, PlanError, StageError, UnsupportedError
 from hasten.core.progress import Silent
-from hasten.core.report import Agreement, Status, Verdict
-from hasten.core.tensors import Signature
+from hasten.core.report import Agreement, Bench, Candidate, Metric, Status, Timing, Verdict
+from hasten.core.statistics import Interval
+from hasten.core.tensors import Shape, Signature
 from hasten.core.variant import Variant
 from hasten.quantize.ways import kept_products
 
@@ -74,12 +76,37 @@ def test_without_time_only_what_backends_offer_is_tried() -> None:
     assert [(candidate.variant, candidate.status) for candidate in found.failed] == [(MENDED.name, Status.SKIPPED)]
 
 
-def test_one_that_cannot_be_made_is_recorded_unless_it_was_asked_for() -> None:
+@pytest.mark.parametrize("error", [StageError, InputError, UnsupportedError, PlanError])
+def test_one_that_cannot_be_made_is_recorded_unless_it_was_asked_for(error: type[HastenError]) -> None:
     def attempt(*_: object) -> Trial:
-        raise StageError("no such thing")
+        raise error("no such thing")
 
     found = Search(attempt, lambda *_: [], 60.0, Silent())
     found.try_offered([FP32], [])
     assert [(candidate.status, candidate.reason) for candidate in found.failed] == [(Status.FAILED, "no such thing")]
-    with pytest.raises(StageError, match="no such thing"):
+    with pytest.raises(error, match="no such thing"):
         found.try_asked([FP32])
+
+
+# --- the front
+
+
+def judged(name: str, accuracy: float) -> Candidate:
+    metric, reference = (Metric("accuracy", value, 1000) for value in (accuracy, 0.9))
+    agreement = Agreement("same label", 0.99, 1000, 0.1, 0.1, 1.0)
+    verdict = Verdict(name, True, "because", agreement, metric=metric, reference_metric=reference)
+    return Candidate(name, Status.ELIGIBLE, "because", verdict)
+
+
+def timed(shape: Shape, speeds: dict[str, float]) -> Bench:
+    even = Interval(1.0, 1.0, 1.0)
+    timings = [Timing(name, shape, 9, speed, speed, None, 1.0, even, ()) for name, speed in speeds.items()]
+    return Bench("slow", tuple(timings), (), None)
+
+
+def test_the_front_leaves_out_what_is_slower_and_no_nearer() -> None:
+    shape = Shape(8, 128)
+    bench = timed(shape, {"wrong": 1.0, "fast": 2.0, "lucky": 3.0, "slow": 4.0})
+    candidates = [judged("wrong", 0.8), judged("fast", 0.9), judged("lucky", 0.91), judged("slow", 0.9)]
+    assert front(candidates, bench, shape) == ("wrong", "fast")
+    assert front(candidates[:1] + candidates[2:], bench, shape) == ("wrong", "lucky")

@@ -6,9 +6,10 @@ import pytest
 
 from hasten.core.errors import PlanError
 from hasten.core.variant import Variant
-from hasten.quantize.recipe import Calibrator, Method
+from hasten.quantize.recipe import Calibrator, Method, Recipe
 from hasten.quantize.ways import (
     calibrator_of,
+    check_recipe,
     check_ways,
     kept_products,
     method_of,
@@ -29,6 +30,7 @@ from hasten.quantize.ways import (
         ("onnxruntime-int8+percentile", Method.STATIC, True),
         ("onnxruntime-int4+blocks", Method.BLOCKS, False),
         ("openvino-int8", Method.NNCF, True),
+        ("openvino-int8+keep2", Method.NNCF, True),
         ("openvino-bf16", Method.NNCF, False),
     ],
 )
@@ -58,8 +60,34 @@ def test_products_left_in_float() -> None:
         ("onnxruntime-fp32+smooth", "fp32 is not"),
         ("onnxruntime-int8+minmax+blocks", "more than one method"),
         ("onnxruntime-int4", "four bits"),
+        ("onnxruntime-int8+smooth+split+smooth", "says smooth twice"),
+        ("onnxruntime-int8+keep2+keep3", "says keepN twice"),
+        ("openvino-int8+smooth", "smooth is nothing that NNCF"),
+        ("openvino-int8+minmax", "minmax is nothing that NNCF"),
+        ("onnxruntime-int8+attention+blocks", "attention is nothing that quantizing weights in blocks"),
     ],
 )
 def test_words_that_make_no_sense(name: str, what: str) -> None:
     with pytest.raises(PlanError, match=what):
         check_ways(Variant.parse(name))
+
+
+@pytest.mark.parametrize("name", ["onnxruntime-int4", "onnxruntime-int4+minmax"])
+def test_what_is_hinted_at_can_be_asked_for(name: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        check_ways(Variant.parse(name))
+    check_ways(Variant.parse(caught.value.hint or ""))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "what"),
+    [
+        (Recipe(variant="onnxruntime-fp32", method=Method.DYNAMIC, target="amx"), "which is not quantized"),
+        (Recipe(variant="onnxruntime-int8", method=Method.NNCF, target="amx"), "method is nncf, and .* by dynamic"),
+        (Recipe(variant="onnxruntime-int8", method=Method.DYNAMIC, target="avx"), "nobody knows, 'avx'"),
+        (Recipe(variant="onnxruntime-int8+smoth", method=Method.DYNAMIC, target="amx"), "did you mean 'smooth'"),
+    ],
+)
+def test_a_recipe_that_contradicts_itself_is_refused(recipe: Recipe, what: str) -> None:
+    with pytest.raises(PlanError, match=what):
+        check_recipe(recipe)

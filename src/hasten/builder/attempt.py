@@ -15,7 +15,7 @@ from hasten.builder.load import LoadedModel
 from hasten.builder.passes import record
 from hasten.builder.search import Trial
 from hasten.bundle import VariantEntry
-from hasten.core.errors import StageError
+from hasten.core.errors import PlanError, StageError
 from hasten.core.plan import Plan
 from hasten.core.progress import Progress, Silent
 from hasten.core.report import Pass
@@ -31,13 +31,13 @@ from hasten.quantize.make import make_graph
 from hasten.quantize.overflow import describe, overflows
 from hasten.quantize.recipe import FILE, Method, Recipe
 from hasten.quantize.recipes import Recipes
+from hasten.quantize.ways import is_quantized
 from hasten.tasks import TASKS, Row
 
 Original: TypeAlias = LoadedModel | LoadedGraph
 
 # Enough to tell which product costs most, few enough to be asked once for each.
 _SENSITIVITY_ROWS = 32
-_QUANTIZED = (Precision.INT8, Precision.INT4)
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Attempts:
     def _instructions(self, variant: Variant) -> tuple[str, ...]:
         """What a variant needs of the processor beside what its backend asks for: int8 that we made for a target."""
         recipe = self.recipes.get(variant)
-        is_bytes = recipe is not None and recipe.method in (Method.DYNAMIC, Method.STATIC)
+        is_bytes = recipe is not None and recipe.method is not Method.BLOCKS
         return needed(self.target) if is_bytes else ()
 
     def most_sensitive(self, variant: Variant, until: float) -> Sequence[str]:
@@ -118,7 +118,9 @@ class Attempts:
         if dialect is Dialect.MODULE or variant == self.loaded.baseline:
             return self.loaded.source
         graph = self.graphs[dialect]
-        if variant.precision in _QUANTIZED and self.loaded.precision is Precision.FP32:
+        if self.loaded.precision is not Precision.FP32 and (variant.ways or self.given is not None):
+            raise PlanError(f"{variant} cannot be made: the graph that was given is in {self.loaded.precision} already")
+        if is_quantized(variant) and self.loaded.precision is Precision.FP32:
             recipe = self.recipes[variant] = self._recipes.recipe(variant)
             is_openvino = recipe.method is Method.NNCF
             quantized = self._folder(f"{variant.name}-graph") / ("model.xml" if is_openvino else graph.name)
@@ -150,6 +152,8 @@ class Attempts:
     @cached_property
     def _calibration(self) -> Calibration:
         task, spec = TASKS.get(self.loaded.task.name), self.loaded.task
+        if not self.calibration_rows:
+            raise StageError("there are no rows to calibrate on")
         items = task.parse(list(self.calibration_rows))
         return Calibration(task.encode(items, self.tokenizer, task.options(spec, {})).batch, self.loaded.signature)
 

@@ -143,7 +143,8 @@ class _Build:
             notes.append(f"the graph {f'equals {loaded.baseline}' if is_exact else 'answers'} at {', '.join(checked)}")
 
         with self._stage("search") as notes:
-            asked = self.plan.target
+            recipe = self.given.recipe
+            asked = recipe.target if recipe is not None else self.plan.target
             target = find_target(asked) if asked is not None else target_of(self.machine)
             attempts = Attempts(
                 plan=self.plan,
@@ -155,7 +156,7 @@ class _Build:
                 target=target,
                 work=self.work,
                 progress=self.progress,
-                given=self.given.recipe,
+                given=recipe,
             )
             search = self._search(attempts)
             eligible = {variant: trial for variant, trial in search.trials.items() if trial.verdict.passed}

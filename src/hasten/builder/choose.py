@@ -12,7 +12,7 @@ from hasten.core.report import Bench, Candidate, Status, Verdict
 from hasten.core.tensors import Shape
 from hasten.core.variant import Variant
 from hasten.quantize.recipe import Recipe
-from hasten.quantize.ways import check_ways
+from hasten.quantize.ways import check_recipe, check_ways
 
 # What runs the original: the PyTorch module or, where the model came as one, the graph as it is.
 MODULE = "torch"
@@ -26,6 +26,10 @@ def contenders(
 
     An explicit choice that cannot run is an error; an automatic one is recorded and passed over.
     """
+    if recipe is not None:
+        check_recipe(recipe)
+        if plan.target not in (None, recipe.target):
+            raise PlanError(f"--target {plan.target} contradicts the recipe, which is for {recipe.target}")
     asked = [Variant.parse(name) for name in ((recipe.variant,) if recipe is not None else plan.variants)]
     if asked:
         for variant in asked:
@@ -108,5 +112,8 @@ def front(candidates: Sequence[Candidate], bench: Bench, shape: Shape) -> tuple[
 
 
 def _loss(verdict: Verdict) -> float:
-    """What was lost of the answers: in points of the metric where it is known, in agreement where not."""
-    return verdict.drop if verdict.drop is not None else 1.0 - verdict.agreement.value
+    """What was lost of the answers: in points of the metric where it is known, in agreement where not.
+
+    A metric above the original's is chance, and no nearer to it than the same.
+    """
+    return max(0.0, verdict.drop) if verdict.drop is not None else 1.0 - verdict.agreement.value

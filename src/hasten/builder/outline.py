@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.builder.choose import GRAPH, MODULE, contenders
 from hasten.builder.detect import detect_task, foresee
-from hasten.builder.search import ladder
+from hasten.builder.search import lacking, ladder
 from hasten.builder.source import ModelDirectory, find_model
 from hasten.bundle.write import check_target
 from hasten.core.cache import cache_directory
+from hasten.core.errors import PlanError, missing_package
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Plan
-from hasten.core.report import Candidate
+from hasten.core.report import Candidate, Status
 from hasten.core.variant import Variant
 from hasten.measure.data import Data, check_columns, read_data
-from hasten.measure.rows import check_calibration, check_rows
-from hasten.quantize.recipe import Recipe, read_recipe
+from hasten.measure.rows import check_calibration, check_rows, set_aside
+from hasten.quantize.recipe import Method, Recipe, read_recipe
+from hasten.quantize.ways import needs_calibration
 from hasten.tasks import AnyTask
 
 
@@ -68,11 +71,20 @@ def look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None
     wanted, unavailable = contenders(plan, this_machine(), baseline, given.recipe)
     task = detect_task(model, plan)
     notes = _check_given(given, plan, model, task)
+    if baseline == MODULE:  # a graph may come quantized
+        for variant in wanted:
+            if (package := lacking(variant)) is not None:
+                raise missing_package(package, f"making {variant}", package)
+    if asked := _not_calibrated(wanted, given):
+        raise PlanError(f"{asked[0]} is calibrated: {_too_few(given)}", hint="--calibration with other rows")
     target = output or cache_directory() / "bundles" / _cache_name(model, directory)
     further: list[Variant] = []
     if not plan.variants and given.recipe is None:
         further, missing = ladder(wanted)
         unavailable += missing
+        for variant in _not_calibrated(further, given):
+            further.remove(variant)
+            unavailable.append(Candidate(variant.name, Status.SKIPPED, f"not tried: {_too_few(given)}"))
     names, later = (tuple(variant.name for variant in variants) for variants in (wanted, further))
     return Outline(model.id, task.name, target, baseline, names, later, tuple(unavailable), notes), given
 
@@ -88,6 +100,20 @@ def _check_given(given: Given, plan: Plan, model: ModelDirectory, task: AnyTask)
     if given.calibration is not None:
         notes += check_calibration(task, given.data, given.calibration)
     return notes
+
+
+def _not_calibrated(variants: Sequence[Variant], given: Given) -> list[Variant]:
+    """Those that take rows to be made, where there are none: not even some to set aside."""
+    if given.data is None or given.calibration is not None or set_aside(len(given.data.rows)):
+        return []
+    if given.recipe is not None and given.recipe.method is not Method.NNCF:
+        return []  # it carries all that was found
+    return [variant for variant in variants if needs_calibration(variant)]
+
+
+def _too_few(given: Given) -> str:
+    count = len(given.data.rows) if given.data is not None else 0
+    return f"of {count} row{'' if count == 1 else 's'} none can be set aside to calibrate on"
 
 
 def _cache_name(model: ModelDirectory, directory: Path | None) -> str:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 from hasten.backends import Artifact
-from hasten.core.errors import StageError
+from hasten.core.errors import HastenError
 from hasten.core.progress import Progress, step
 from hasten.core.report import Candidate, Status, Verdict
 from hasten.core.variant import Variant
-from hasten.quantize.ways import with_kept
+from hasten.quantize.recipe import Method
+from hasten.quantize.ways import is_quantized, method_of, with_kept
 
 # What is tried beyond what a backend offers by itself: first what pays, the cheapest to make before the dearest …
 _LADDER = {
@@ -35,20 +36,30 @@ _LAST = {
 }
 # The one that is mended, product by product, where it fails.
 _MENDED = Variant.parse("onnxruntime-int8+attention+smooth+split")
-# Packages that making a variant takes, beside those that running it takes.
-_NEEDS = {"openvino-int8": "nncf"}
+# Packages that a method takes, beside those that running what it makes takes; each is an extra of its own name.
+_NEEDS = {Method.NNCF: "nncf"}
 
 
 def ladder(offered: Sequence[Variant]) -> tuple[list[Variant], list[Candidate]]:
     """What is tried after what backends offer by themselves, and what cannot be made for want of a package."""
     backends = dict.fromkeys(variant.backend for variant in offered)
     names = [name for steps in (_LADDER, _LAST) for backend in backends for name in steps.get(backend, ())]
-    missing = {name: package for name, package in _NEEDS.items() if name in names and find_spec(package) is None}
-    refused = [
-        Candidate(name, Status.UNAVAILABLE, f"making it needs the package '{package}': pip install 'hasten[{package}]'")
-        for name, package in missing.items()
-    ]
-    return [Variant.parse(name) for name in names if name not in missing], refused
+    wanted: list[Variant] = []
+    refused: list[Candidate] = []
+    for variant in map(Variant.parse, names):
+        package = lacking(variant)
+        if package is None:
+            wanted.append(variant)
+        else:
+            reason = f"making it needs the package '{package}': pip install 'hasten[{package}]'"
+            refused.append(Candidate(variant.name, Status.UNAVAILABLE, reason))
+    return wanted, refused
+
+
+def lacking(variant: Variant) -> str | None:
+    """The package that making a variant takes, where it is not installed."""
+    package = _NEEDS.get(method_of(variant)) if is_quantized(variant) else None
+    return package if package is not None and find_spec(package) is None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +124,7 @@ class Search:
     def _try(self, variant: Variant, *, is_asked: bool = False) -> bool:
         try:
             trial = self.attempt(variant)
-        except StageError as error:
+        except HastenError as error:
             if is_asked:
                 raise
             self.failed.append(Candidate(variant.name, Status.FAILED, error.message))

@@ -87,9 +87,16 @@ def _cannot_show(rows: int, drop: float) -> str:
     return f"{rows} row{'' if rows == 1 else 's'} cannot show a drop of {drop:g} point{'' if drop <= 1 else 's'}"
 
 
+def set_aside(rows: int) -> int:
+    """How many of so many rows are calibrated on where there are no others."""
+    return min(_MOST_SET_ASIDE, int(rows * _SET_ASIDE))
+
+
 def _split(task: AnyTask, rows: list[Row], name: str) -> Rows:
     picked = np.zeros(len(rows), bool)
-    count = min(_MOST_SET_ASIDE, int(len(rows) * _SET_ASIDE))
+    count = set_aside(len(rows))
+    if not count:
+        return Rows(rows, [])
     picked[np.random.default_rng(0).permutation(len(rows))[:count]] = True
     items = task.parse(rows)
     judged = {item for item, is_picked in zip(items, picked, strict=True) if not is_picked}

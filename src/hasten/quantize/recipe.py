@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -11,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from hasten.core.errors import PlanError, missing_package
+from hasten.core.registry import did_you_mean
 from hasten.core.variant import Variant
 
 FILE = "recipe.toml"
@@ -99,6 +101,11 @@ def _numbers(listed: object) -> list[int]:
 def read_recipe(file: Path) -> Recipe:
     try:
         fields = msgspec.toml.decode(file.read_bytes())
+        known = [each.name for each in dataclasses.fields(Recipe)]
+        # Passed over, a word that is misspelt would make another graph.
+        for name in fields:
+            if name not in known:
+                raise ValueError(f"nobody knows '{name}'{did_you_mean(name, known)}")
         fields |= {
             name: {key: _numbers(value) for key, value in fields[name].items()} for name in _LISTS if name in fields
         }

@@ -7,8 +7,9 @@ from enum import StrEnum
 
 from hasten.core.errors import PlanError
 from hasten.core.registry import did_you_mean
+from hasten.core.targets import TARGETS
 from hasten.core.variant import Precision, Variant
-from hasten.quantize.recipe import Calibrator, Method
+from hasten.quantize.recipe import Calibrator, Method, Recipe
 
 _KEEP = re.compile(r"keep([1-9]\d*)")
 
@@ -25,6 +26,9 @@ class Way(StrEnum):
 
 
 _CALIBRATORS = {Way(calibrator.value): calibrator for calibrator in Calibrator}
+# Words that are about ONNX Runtime's graphs, or about its products in bytes.
+_NOT_FOR = {Method.NNCF: tuple(Way), Method.BLOCKS: (Way.ATTENTION,)}
+_MAKERS = {Method.NNCF: "NNCF, which quantizes for OpenVINO,", Method.BLOCKS: "quantizing weights in blocks"}
 
 
 def check_ways(variant: Variant) -> None:
@@ -36,7 +40,11 @@ def check_ways(variant: Variant) -> None:
                 f"'{variant}' is made in a way nobody knows, '{word}'{did_you_mean(word, known)}",
                 hint=f"known: {', '.join(known)} (N products stay in float)",
             )
-    if variant.ways and variant.precision not in (Precision.INT8, Precision.INT4):
+    words = ["keepN" if _KEEP.fullmatch(word) else word for word in variant.ways]
+    twice = next((word for word in words if words.count(word) > 1), None)
+    if twice is not None:
+        raise PlanError(f"'{variant}' says {twice} twice", hint="once is enough")
+    if variant.ways and not is_quantized(variant):
         raise PlanError(
             f"'{variant}': {variant.ways[0]} is a way to quantize, and {variant.precision} is not quantized"
         )
@@ -45,7 +53,32 @@ def check_ways(variant: Variant) -> None:
             f"'{variant}' names more than one method", hint="choose one of minmax, entropy, percentile, blocks"
         )
     if variant.precision is Precision.INT4 and Way.BLOCKS not in variant.ways:
-        raise PlanError(f"'{variant}': four bits are for weights in blocks", hint=f"{variant}+blocks")
+        raise PlanError(
+            f"'{variant}': four bits are for weights in blocks", hint=f"{_with_ways(variant, (Way.BLOCKS,))}"
+        )
+    method = method_of(variant)
+    useless = next((word for word in words if word in _NOT_FOR.get(method, ())), None)
+    if useless is not None:
+        raise PlanError(f"'{variant}': {useless} is nothing that {_MAKERS[method]} can do")
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Refuse one that contradicts the name of what it makes: it may have been written by hand."""
+    variant = Variant.parse(recipe.variant)
+    check_ways(variant)
+    if not is_quantized(variant):
+        raise PlanError(f"the recipe is for {variant}, which is not quantized")
+    if recipe.method is not method_of(variant):
+        raise PlanError(f"the recipe's method is {recipe.method}, and {variant} is made by {method_of(variant)}")
+    if recipe.target not in TARGETS:
+        raise PlanError(
+            f"the recipe is for a target nobody knows, '{recipe.target}'{did_you_mean(recipe.target, TARGETS)}",
+            hint=f"known: {', '.join(TARGETS)}",
+        )
+
+
+def is_quantized(variant: Variant) -> bool:
+    return variant.precision in (Precision.INT8, Precision.INT4)
 
 
 def method_of(variant: Variant) -> Method:
@@ -62,7 +95,7 @@ def calibrator_of(variant: Variant) -> Calibrator | None:
 
 def needs_calibration(variant: Variant) -> bool:
     """Whether making it takes rows: to find ranges, outliers, or what may stay in float."""
-    if variant.precision not in (Precision.INT8, Precision.INT4):
+    if not is_quantized(variant):
         return False
     is_found = bool(kept_products(variant)) or any(way in variant.ways for way in (Way.SMOOTH, Way.SPLIT))
     return is_found or method_of(variant) in (Method.STATIC, Method.NNCF)
