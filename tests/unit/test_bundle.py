@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -314,6 +315,18 @@ def test_a_commit_that_fails_puts_the_old_bundle_back(
 
 
 # --- where a bundle may go
+
+
+@pytest.mark.parametrize("name", ["new", "not/yet", "empty"])
+def test_a_place_nobody_may_write_in_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    # Whoever runs the tests may be root, who may write anywhere.
+    monkeypatch.setattr("os.access", lambda place, mode: (Path(place), mode) != (tmp_path, os.W_OK | os.X_OK))
+    with pytest.raises(PlanError, match="not allowed to write in") as caught:
+        check_target(tmp_path / name, force=False)
+    assert "-o" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("force", [False, True])

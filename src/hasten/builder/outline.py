@@ -78,6 +78,8 @@ def look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None
     if asked := _not_calibrated(wanted, given):
         raise PlanError(f"{asked[0]} is calibrated: {_too_few(given)}", hint="--calibration with other rows")
     target = output or cache_directory() / "bundles" / _cache_name(model, directory)
+    if output is None:
+        check_target(target, force=True)
     further: list[Variant] = []
     if not plan.variants and given.recipe is None:
         further, missing = ladder(wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -27,10 +28,13 @@ if TYPE_CHECKING:
 
 def check_target(target: Path, *, force: bool) -> None:
     """Before any work: whether a bundle may be written there, without ever deleting what is not a bundle."""
+    above = next(parent for parent in target.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise PlanError(f"{above} is a file", hint="choose another place with -o")
+    # It is written beside its place, which a search of minutes should not end with.
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise PlanError(f"not allowed to write in {above}", hint="choose another place with -o")
     if not target.exists():
-        above = next(parent for parent in target.absolute().parents if parent.exists())
-        if not above.is_dir():
-            raise PlanError(f"{above} is a file", hint="choose another place with -o")
         return
     if not target.is_dir():
         raise PlanError(f"{target} is a file", hint="choose another place with -o")
