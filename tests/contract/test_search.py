@@ -88,6 +88,8 @@ def test_asked_for_by_name(tiny_model: Any, quick_build: Any) -> None:
     bundle = quick_build(model, variants=["onnxruntime-int8+attention+keep3"], min_agreement=0.0)
     recipe = read_recipe(bundle.path / "variants" / bundle.chosen.name / FILE)
     assert len(recipe.keep) == 3
+    with pytest.raises(PlanError, match=r"\+keep500 would leave nothing to quantize: there are \d+ products"):
+        quick_build(model, variants=["onnxruntime-int8+keep500"], min_agreement=0.0)
 
 
 def test_where_nothing_passes_the_numbers_are_told_and_no_bundle_is_left(

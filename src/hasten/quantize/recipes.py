@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hasten.backends import BACKENDS, Dialect
+from hasten.core.errors import PlanError
 from hasten.core.progress import Progress
 from hasten.core.targets import Target
 from hasten.core.variant import Precision, Variant
@@ -60,7 +61,10 @@ class Recipes:
             # Who takes this much care has no use for a coarse table: nothing is gained by it but size.
             recipe = replace(recipe, keep=self._tables)
         if count := kept_products(variant):
-            recipe = replace(recipe, keep=(*recipe.keep, *self.most_sensitive(without_kept(variant))[:count]))
+            found = self.most_sensitive(without_kept(variant))
+            if count >= len(found):
+                raise PlanError(f"{variant} would leave nothing to quantize: there are {len(found)} products")
+            recipe = replace(recipe, keep=(*recipe.keep, *found[:count]))
         if recipe.calibrator is not None:
             recipe = replace(recipe, ranges=self._ranges(recipe))
         return recipe
