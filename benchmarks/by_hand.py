@@ -1,6 +1,6 @@
-"""ONNX Runtime and OpenVINO as people use them by hand, as contenders of the same benchmark.
+"""ONNX Runtime, OpenVINO and PyTorch's int8 as people use them by hand, as contenders of the same benchmark.
 
-Run as a program it is a lane (hasten.measure.lane) that also knows these two.
+Run as a program it is a lane (hasten.measure.lane) that also knows these.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.backends import BACKENDS, MODEL, Artifact, PaddedSession, RunOptions
-from hasten.core.tensors import Batch, DType, Layout, Outputs, SessionSpec, pad
+from hasten.core.tensors import Batch, DType, Layout, Outputs, SessionSpec, pad, unpad
 from hasten.core.variant import Precision, Variant
 from hasten.measure import lane
 
@@ -53,7 +53,11 @@ class PlainOnnxRuntime:
         import onnxruntime
 
         session = onnxruntime.InferenceSession(str(artifact.path()), providers=["CPUExecutionProvider"])
-        return _Session(artifact, lambda feeds: session.run(None, feeds)[0])
+        known = {entry.name for entry in session.get_inputs()}
+        names = [spec.name for spec in artifact.signature.outputs]
+        return _Session(
+            artifact, lambda feeds: session.run(names, {name: feeds[name] for name in feeds if name in known})
+        )
 
 
 class PlainOpenVino:
@@ -63,7 +67,23 @@ class PlainOpenVino:
         import openvino
 
         compiled = openvino.Core().compile_model(artifact.path(), "CPU")
-        return _Session(artifact, lambda feeds: compiled(feeds)[0])
+        return _Session(artifact, lambda feeds: list(compiled(feeds).values()))
+
+
+class PlainTorch:
+    """`torch.ao.quantization.quantize_dynamic` on the model's linear layers, as PyTorch documents it."""
+
+    def open(self, artifact: Artifact, options: RunOptions) -> PaddedSession:
+        import warnings
+
+        import torch
+
+        from hasten.backends.torch import ModuleSession, load_module
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is deprecated: it is what people use
+            module = torch.ao.quantization.quantize_dynamic(load_module(artifact), {torch.nn.Linear}, dtype=torch.qint8)
+        return ModuleSession(module, artifact, options)
 
 
 class _Session(PaddedSession):
@@ -71,14 +91,21 @@ class _Session(PaddedSession):
         self._call = call
         self.spec = SessionSpec(artifact.signature, Layout.PADDED, "cpu", "default")
 
-    def run(self, batch: Batch) -> Outputs:
-        return {self.spec.signature.outputs[0].name: self._call(pad(batch, self.spec.signature))}
+    def run_padded(self, batch: Batch) -> Outputs:
+        signature = self.spec.signature
+        results = self._call(pad(batch, signature))
+        return unpad(dict(zip([spec.name for spec in signature.outputs], results, strict=True)), batch, signature)
 
 
-if __name__ == "__main__":
+def register() -> None:
     BACKENDS.add("plain_onnxruntime", PlainOnnxRuntime())  # type: ignore[arg-type]
     BACKENDS.add("plain_openvino", PlainOpenVino())  # type: ignore[arg-type]
+    BACKENDS.add("plain_torch", PlainTorch())  # type: ignore[arg-type]
     # Our own sessions under another name, for graphs that are not what a build would give them.
     for name in ("onnxruntime", "openvino"):
         BACKENDS.add(f"whole_{name}", BACKENDS.get(name))
+
+
+if __name__ == "__main__":
+    register()
     lane.main()

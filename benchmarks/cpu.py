@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from by_hand import export_plainly
+from hasten.api import load
 from hasten.backends import BACKENDS, Artifact, RunOptions
 from hasten.builder.load import load_model
 from hasten.builder.source import find_model
@@ -35,7 +36,7 @@ from hasten.core.statistics import median_ratio
 from hasten.core.tensors import Batch, Shape
 from hasten.core.variant import Precision, Variant
 from hasten.measure.data import read_rows
-from hasten.predictor import load, open_session
+from hasten.predictor import open_session
 from hasten.tasks import TASKS
 from race import RUNS, SHAPES, race
 
@@ -195,8 +196,8 @@ def agreement_on(bundle: Bundle, data: Path) -> dict[str, Any]:
         return {
             "variant": bundle.chosen.name,
             "agreement": chosen.task.agree(ours, theirs, encoded, chosen.spec),
-            "metric": chosen.task.score(ours, encoded, gold, chosen.spec),
-            "fp32_metric": chosen.task.score(theirs, encoded, gold, chosen.spec),
+            "metric": chosen.task.metric(chosen.task.marks(ours, encoded, gold, chosen.spec), chosen.spec),
+            "fp32_metric": chosen.task.metric(chosen.task.marks(theirs, encoded, gold, chosen.spec), chosen.spec),
         }
 
 

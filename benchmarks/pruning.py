@@ -125,7 +125,8 @@ def accuracy(artifact: Artifact, loaded: Any, tokenizer: Tokenizer, rows: Any) -
         predictor, reference = (Predictor(loaded.task, tokenizer, session) for session in (own, original))
         encoded, spec = predictor.encode(rows), loaded.task
         ours, theirs = predictor.outputs(encoded), reference.outputs(encoded)
-        metric = predictor.task.score(ours, encoded, predictor.task.gold(rows, spec), spec)
+        marks = predictor.task.marks(ours, encoded, predictor.task.gold(rows, spec), spec)
+        metric = predictor.task.metric(marks, spec)
         agreement = predictor.task.agree(ours, theirs, encoded, spec)
     return {"accuracy": metric.value, "flips": agreement.flips, "max_error": agreement.max_error, "rows": metric.rows}
 

@@ -40,6 +40,7 @@ from hasten.core.hardware import this_machine
 from hasten.core.plan import Gate, Plan
 from hasten.core.progress import Silent
 from hasten.core.report import Pass
+from hasten.core.targets import target_of
 from hasten.core.tensors import Signature
 from hasten.core.tokenizer import Tokenizer, TokenizerSpec
 from hasten.core.variant import Precision, Variant
@@ -47,6 +48,7 @@ from hasten.measure.data import sample_texts
 from hasten.measure.verify import Expectation, expect, verify
 from hasten.predictor import Predictor
 from hasten.quantize.dynamic import quantize_dynamic
+from hasten.quantize.recipe import Method, Recipe
 from hasten.tasks import TASKS, AnyTask, Row
 
 FILE = Path(__file__).parent / "results" / "support.json"
@@ -261,7 +263,9 @@ def prepared(variant: Variant, loaded: LoadedModel, graphs: Mapping[Dialect, Pat
     graph = graphs[dialect]
     if dialect is Dialect.ORT and variant.precision is Precision.INT8:
         graph = graph.with_name("int8.onnx")
-        quantize_dynamic(graphs[dialect], graph, external_data=False)
+        target = target_of(this_machine())
+        recipe = Recipe(variant=variant.name, method=Method.DYNAMIC, target=target.name, attention=True)
+        quantize_dynamic(graphs[dialect], graph, recipe, external_data=False)
     return Source(loaded.signature, {MODEL: graph})
 
 

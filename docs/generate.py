@@ -134,6 +134,76 @@ def _attention_cell(entries: list[dict[str, Any]], notes: dict[str, int]) -> str
     return f"none {number}" if not fused else f"{fused} of {layers} {number}"
 
 
+_MODELS = {
+    "sst2": "SST-2 classifier",
+    "wnut17": "WNUT-17 tagger",
+    "qa": "question answering (XQuAD)",
+    "minilm": "MiniLM embeddings (STS-B)",
+}
+_PEERS = {
+    "plain_onnxruntime-fp32": "ONNX Runtime fp32, by hand",
+    "plain_onnxruntime-int8+documented": "ONNX Runtime `quantize_dynamic`, as documented",
+    "plain_onnxruntime-int8+optimum+arm64": "Optimum, arm64 preset",
+    "plain_onnxruntime-int8+optimum+avx512vnni": "Optimum, avx512_vnni preset",
+    "plain_openvino-int8+nncf": "NNCF, defaults",
+    "plain_torch-int8": "PyTorch dynamic int8",
+}
+
+
+def precision() -> str:
+    """Method × model: what was gained, and what it cost."""
+    results = json.loads((RESULTS / "precision.json").read_text(encoding="utf-8"))
+    lines = [
+        NOTE,
+        "# What lower precision gains and costs",
+        "",
+        "Speed over plain ONNX Runtime in fp32 (median of alternating rounds, with its interval), the metric and the "
+        "flips at the worst of the batch sizes judged. `★` is what one `hasten build` chose, ✗ what its gate refused.",
+    ]
+    for name, title in _MODELS.items():
+        if name in results:
+            lines += _precision_table(title, results[name])
+    return "\n".join(lines) + "\n"
+
+
+def _precision_table(title: str, results: dict[str, Any]) -> list[str]:
+    shapes = [row["shape"] for row in results["speed"]]
+    machine = results["machine"]
+    lines = ["", f"## {title}", "", f"| | {' | '.join(shapes)} | metric | drop, points | flips | size |"]
+    lines.append(f"|{'---|' * (len(shapes) + 5)}")
+    for name, verdict in results["answers"].items():
+        ratios = [row["over_plain"][name] for row in results["speed"]]
+        speeds = [f"{ratio['value']:.2f}× ({ratio['low']:.2f}–{ratio['high']:.2f})" for ratio in ratios]
+        mark = " ★" if name == results["chosen"] else ""
+        cells = [*speeds, *_precision_cells(verdict), f"{results['size_bytes'][name] / 1e6:.0f} MB"]
+        lines.append(f"| {_PEERS.get(name, f'`{name}`')}{mark} | {' | '.join(cells)} |")
+    for candidate in results["candidates"]:
+        if candidate["status"] == "inaccurate":
+            cells = [*["" for _ in shapes], *_precision_cells(candidate["verdict"]), ""]
+            lines.append(f"| `{candidate['variant']}` ✗ | {' | '.join(cells)} |")
+    versions = ", ".join(f"{name} {version}" for name, version in machine["libraries"].items() if name != "hasten")
+    lines += [
+        "",
+        f"The build took {results['build_s']:.0f} s, the search in it "
+        f"{next(stage['seconds'] for stage in results['stages'] if stage['name'] == 'search'):.0f} s. "
+        f"{machine['cpu']} ({machine['architecture']}), {machine['cores']} cores; {versions}; "
+        f"{results['created'][:10]}.",
+    ]
+    return lines
+
+
+def _precision_cells(verdict: dict[str, Any]) -> list[str]:
+    metric, reference, agreement = verdict["metric"], verdict["reference_metric"], verdict["agreement"]
+    flips = "" if agreement["flips"] is None else f"{agreement['flips']} of {agreement['rows']}"
+    if agreement["measure"] == "mean cosine":
+        flips = f"cosine {agreement['cosine_mean']:.4f}"
+    if metric is None or reference is None:
+        return ["", "", flips]
+    interval = verdict["drop_interval"]
+    chance = f" ({interval['low']:.2f} to {interval['high']:.2f})" if interval else ""
+    return [f"{metric['value']:.4f}", f"{100 * (reference['value'] - metric['value']):.2f}{chance}", flips]
+
+
 def readme() -> str:
     """README with what stands between its markers taken from the result files."""
     text = README.read_text(encoding="utf-8")
@@ -193,6 +263,7 @@ def main() -> int:
         REFERENCE / "cli.md": command_line(),
         REFERENCE / "extensions.md": extension_points(),
         REFERENCE / "support.md": support(),
+        REFERENCE / "precision.md": precision(),
         README: readme(),
     }
     for file, text in pages.items():

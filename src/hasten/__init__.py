@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hasten.core.version import __version__
 
 if TYPE_CHECKING:
-    from hasten.api import build
+    from hasten.api import build, load
     from hasten.bundle import Bundle
     from hasten.core.errors import (
         AccuracyError,
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
         StageError,
         UnsupportedError,
     )
-    from hasten.predictor import Predictor, load
+    from hasten.predictor import Predictor
 
 _HOMES = {
     "build": "hasten.api",
-    "load": "hasten.predictor",
+    "load": "hasten.api",
     "Bundle": "hasten.bundle",
     "Predictor": "hasten.predictor",
     **dict.fromkeys(

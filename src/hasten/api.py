@@ -1,4 +1,4 @@
-"""`hasten.build`: the keyword arguments people type, turned into a plan."""
+"""`hasten.build` and `hasten.load`: the keyword arguments people type, turned into a plan or a predictor."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from hasten.bundle import Bundle
+from hasten.backends import RunOptions
+from hasten.bundle import Bundle, open_bundle
 from hasten.core.errors import PlanError
 from hasten.core.plan import Gate, Keep, Plan, Range, Shapes
 from hasten.core.progress import Progress
+from hasten.predictor import Predictor, open_predictor
 
 
 def build(
@@ -25,13 +27,17 @@ def build(
     seq_len: int | Sequence[int] = (16, 128, 256),
     variants: str | Sequence[str] = (),
     data: str | Path | None = None,
+    calibration: str | Path | None = None,
     columns: Mapping[str, str] | None = None,
     min_agreement: float | None = None,
     max_drop: float | None = None,
     metric: str | None = None,
+    recipe: str | Path | None = None,
+    budget_s: float = 300.0,
     bench_budget_s: float = 30.0,
     threads: int | None = None,
     keep: Literal["best", "all"] = "best",
+    target: str | None = None,
     force: bool = False,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
@@ -61,17 +67,36 @@ def build(
         ),
         variants=(variants,) if isinstance(variants, str) else tuple(variants),
         data=str(data) if data is not None else None,
+        calibration=str(calibration) if calibration is not None else None,
         columns=dict(columns or {}),
         gate=Gate(min_agreement, max_drop, metric),
+        recipe=str(recipe) if recipe is not None else None,
+        budget_s=budget_s,
         bench_budget_s=bench_budget_s,
         threads=threads,
         keep=Keep(keep),
+        target=target,
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
     )
-    target = Path(output).expanduser() if output is not None else None
+    place = Path(output).expanduser() if output is not None else None
     with saved(model, tokenizer) as directory:
-        return run(plan, target, force=force, progress=progress, directory=directory)
+        return run(plan, place, force=force, progress=progress, directory=directory)
+
+
+def load(
+    path: str | Path, variant: str | None = None, *, threads: int | None = None, strict: bool = False
+) -> Predictor:
+    """Open a bundle. Without a choice, the fastest of its variants that runs on this machine.
+
+    Strict: the fastest that proves here, on the bundle's reference answers, that it answers like the original.
+    """
+    bundle, options = open_bundle(path), RunOptions(threads)
+    if not strict:
+        return open_predictor(bundle, variant, options)
+    from hasten.measure.strict import open_proven
+
+    return open_proven(bundle, variant, options)
 
 
 def _numbers(value: int | Sequence[int]) -> tuple[int, ...]:

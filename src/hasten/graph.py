@@ -10,6 +10,9 @@ from typing import Any
 
 from hasten.core.errors import StageError, missing_package
 
+# Past this, weights lie in a second file: protobuf ends at 2 GiB, and the graph needs some of it.
+EXTERNAL_DATA_BYTES = 2**31 - 2**27
+
 
 def read_graph(file: Path, *, with_weights: bool = True) -> Any:
     try:
@@ -45,10 +48,20 @@ def copy_graph(graph: Path, file: Path) -> None:
             shutil.copyfile(part, target)  # no link: onnx takes one for an attack
 
 
+def is_large(graph: Path) -> bool:
+    """Whether a graph and its weights are more than one file of protobuf may hold, or nearly so."""
+    return sum(file.stat().st_size for file in graph.parent.glob(f"{graph.name}*")) > EXTERNAL_DATA_BYTES
+
+
 def operators(file: Path) -> dict[str, int]:
     """How often each operator occurs, branches and loops looked into, the most frequent first."""
     graph = read_graph(file, with_weights=False).graph
     return dict(Counter(node.op_type for node in _all_nodes(graph)).most_common())
+
+
+def depends_on_batch(file: Path) -> bool:
+    """Whether a row may be answered otherwise beside other rows: one scale is taken for all, as they come."""
+    return bool(operators(file).keys() & {"DynamicQuantizeLinear", "DynamicQuantizeMatMul"})
 
 
 def attribute(node: Any, name: str, default: Any) -> Any:

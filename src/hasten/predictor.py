@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from hasten.backends import BACKENDS, Artifact, RunOptions, Session
-from hasten.bundle import Bundle, VariantEntry, open_bundle
+from hasten.bundle import Bundle, VariantEntry
 from hasten.core.batching import by_length
 from hasten.core.errors import HastenError, UnsupportedError
 from hasten.core.hardware import this_machine
+from hasten.core.targets import why_not
 from hasten.core.tensors import IntArray, Outputs, gather
 from hasten.core.tokenizer import Tokenizer
 from hasten.core.variant import Support
@@ -86,13 +86,9 @@ def describe_truncation(encoded: Encoded, max_length: int) -> str:
     return f"{which} cut to the model's limit of {max_length} tokens"
 
 
-def load(path: Path | str, variant: str | None = None, *, threads: int | None = None) -> Predictor:
-    """Open a bundle. Without a choice, the fastest of its variants that runs on this machine."""
-    return open_predictor(open_bundle(path), variant, RunOptions(threads))
-
-
 def open_predictor(bundle: Bundle, variant: str | None, options: RunOptions) -> Predictor:
-    artifact = bundle.artifact(bundle.entry(variant)) if variant else runnable(bundle)
+    artifact = required(bundle, bundle.entry(variant)) if variant else runnable(bundle)
+    _tell_other_machine(bundle, artifact)
     return Predictor(bundle.manifest.task, bundle.tokenizer(), open_session(artifact, options))
 
 
@@ -107,9 +103,21 @@ def open_session(artifact: Artifact, options: RunOptions) -> Session:
 def probe(entry: VariantEntry) -> Support:
     """Whether a bundle's variant runs here; the backend of a package that is not installed says no like any other."""
     try:
-        return BACKENDS.get(entry.backend).probe(this_machine(), entry.variant)
+        support = BACKENDS.get(entry.backend).probe(this_machine(), entry.variant)
     except HastenError as error:
         return Support.no(error.message)
+    reason = why_not(entry.instructions, this_machine())
+    return Support.no(reason) if support.ok and reason is not None else support
+
+
+def required(bundle: Bundle, entry: VariantEntry) -> Artifact:
+    """A variant that was asked for; where it does not run, the error names the one that does."""
+    support = probe(entry)
+    if not support.ok:
+        other = next((other.name for other in bundle.manifest.variants if probe(other).ok), None)
+        hint = support.hint or (f"{other} of the same bundle runs here" if other is not None else None)
+        raise UnsupportedError(f"{entry.name} does not run here: {support.reason}", hint=hint)
+    return bundle.artifact(entry)
 
 
 def runnable(bundle: Bundle) -> Artifact:
@@ -117,11 +125,32 @@ def runnable(bundle: Bundle) -> Artifact:
 
     Where none runs there is still the graph, which the base installation executes.
     """
+    passed_over: list[tuple[str, Support]] = []
     for entry in bundle.manifest.variants:
         support = probe(entry)
         if support.ok:
+            _tell(passed_over, f"; using {entry.name} instead")
             return bundle.artifact(entry)
-        hint = f" ({support.hint})" if support.hint else ""
-        logger.warning("passing over %s, which does not run here: %s%s", entry.name, support.reason, hint)
+        passed_over.append((entry.name, support))
+    _tell(passed_over)
     logger.warning("using the bundle's %s graph, which is slower", bundle.manifest.graph_precision)
     return bundle.graph()
+
+
+def _tell(passed_over: Sequence[tuple[str, Support]], then: str = "") -> None:
+    for name, support in passed_over:
+        hint = f" ({support.hint})" if support.hint else ""
+        logger.warning("passing over %s, which does not run here: %s%s%s", name, support.reason, hint, then)
+
+
+def _tell_other_machine(bundle: Bundle, artifact: Artifact) -> None:
+    """Where other instructions or another version of the runtime may compute otherwise; a note for who looks for it."""
+    built, here = bundle.manifest.machine, this_machine()
+    packages = BACKENDS.get(artifact.variant.backend).requires
+    if built.instructions != here.instructions:
+        what = f"for {built.cpu}, and this is {here.cpu}"
+    elif changed := [name for name in packages if built.libraries.get(name) != here.libraries.get(name)]:
+        what = f"with {changed[0]} {built.libraries.get(changed[0])}, and this is {here.libraries.get(changed[0])}"
+    else:
+        return
+    logger.info("%s was proven %s: --strict, or hasten verify, proves it here", artifact.variant, what)

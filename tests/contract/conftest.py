@@ -90,6 +90,8 @@ def no_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     place.mkdir()
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    # PyTorch makes its compiler's cache there as soon as it is imported.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     yield place / "bundle"
     assert list(place.iterdir()) == []
     assert list(temporary.iterdir()) == []

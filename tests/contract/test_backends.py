@@ -62,6 +62,7 @@ def sources(
     """One model that answers per row, and one per token, where a session has padding to take out again."""
     from hasten.builder.head import Exportable
     from hasten.quantize.dynamic import quantize_dynamic
+    from hasten.quantize.recipe import Method, Recipe
 
     rows = load_tiny(tiny_classifier("bert"))
     inputs = [spec.name for spec in rows.signature.inputs]
@@ -75,7 +76,8 @@ def sources(
     for name, loaded in {"per row": rows, "per token": tokens}.items():
         graphs = make_graphs(loaded, tmp_path_factory.mktemp("graphs"))
         quantized = graphs[Dialect.ORT].with_name("int8.onnx")
-        quantize_dynamic(graphs[Dialect.ORT], quantized, external_data=False)
+        recipe = Recipe(variant="onnxruntime-int8", method=Method.DYNAMIC, target="avx512_vnni", attention=True)
+        quantize_dynamic(graphs[Dialect.ORT], quantized, recipe, external_data=False)
         found[name] = (loaded, graphs | {"int8": quantized})
     return found
 

@@ -145,7 +145,7 @@ def test_explicit_variants_are_the_only_ones(tiny_classifier: Any, quick_build: 
 
 
 def test_without_a_place_the_cache_is_it(tiny_classifier: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from hasten.builder.build import outline
+    from hasten.builder.outline import outline
     from hasten.core.plan import Plan
 
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path))
@@ -229,7 +229,7 @@ def test_an_embedders_metric(tiny_embedder: Any, quick_build: Any, corpus: tuple
 
 
 def test_a_drop_needs_labels(tiny_classifier: Any, quick_build: Any, texts_file: Path, no_leftovers: Path) -> None:
-    with pytest.raises(PlanError, match="no labels"):
+    with pytest.raises(PlanError, match="--max-drop needs labels"):
         quick_build(tiny_classifier("bert"), no_leftovers, data=texts_file, max_drop=1.0)
     with pytest.raises(PlanError, match="labelled data"):
         quick_build(tiny_classifier("bert"), no_leftovers, data=None, max_drop=1.0)

@@ -138,9 +138,7 @@ def test_run_prints_every_kind_of_answer_on_one_line(
     answer: Any, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What other tasks answer, given here as it is: each has models and tests of its own."""
-    monkeypatch.setattr(
-        "hasten.predictor.load", lambda *_, **__: nullcontext(lambda payload: [answer for _ in payload])
-    )
+    monkeypatch.setattr("hasten.api.load", lambda *_, **__: nullcontext(lambda payload: [answer for _ in payload]))
     assert main(["run", "bundle", "a\ntext", "another"]) == 0
     assert capsys.readouterr().out == f"{printed} a text\n{printed} another\n"
 

@@ -289,6 +289,8 @@ def test_tags_come_from_tables_and_datasets(
         (["verify", "{bundle}", "--metric", "macro-f1", "--quiet"], 2, "--metric needs labels"),
         (["run", "{bundle}", "a text", "--columns", "text=a"], 2, "--columns is about a file"),
         (["run", "{bundle}", "--input", "{rows.csv}", "--columns", "text=nothing"], 2, "no column 'nothing'"),
+        (["run", "{bundle}", "--input", "{rows.csv}", "--columns", "txt=sentence"], 2, "did you mean 'text'"),
+        (["verify", "{bundle}", "--data", "{rows.csv}", "--columns", "txt=sentence"], 2, "did you mean 'text'"),
         (["run", "{bundle}", "--input", "rows.docx"], 2, "no data file"),
     ],
 )  # fmt: skip

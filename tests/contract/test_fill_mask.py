@@ -333,6 +333,7 @@ def test_every_backend_gives_the_masks_alone(
 ) -> None:
     """Also none of them, of a batch that has none: no runtime stumbles over nothing."""
     from hasten.quantize.dynamic import quantize_dynamic
+    from hasten.quantize.recipe import Method, Recipe
 
     if (architecture, name) == ("mpnet", "inductor-fp32"):
         pytest.skip("a second compilation takes another minute")
@@ -343,7 +344,8 @@ def test_every_backend_gives_the_masks_alone(
     if backend.dialect is not Dialect.MODULE:
         graph = make_graphs(loaded, tmp_path)[backend.dialect]
         if variant.precision.is_reduced:
-            quantize_dynamic(graph, graph.with_name("int8.onnx"), external_data=False)
+            recipe = Recipe(variant="onnxruntime-int8", method=Method.DYNAMIC, target="avx512_vnni", attention=True)
+            quantize_dynamic(graph, graph.with_name("int8.onnx"), recipe, external_data=False)
             graph = graph.with_name("int8.onnx")
         source = Source(loaded.signature, {"model": graph})
     (tmp_path / "out").mkdir()

@@ -12,7 +12,7 @@ import pytest
 
 import hasten
 from hasten.backends import BACKENDS, Dialect, RunOptions, Session, Source
-from hasten.core.errors import StageError
+from hasten.core.errors import HastenError, StageError
 from hasten.core.tensors import Batch, Outputs
 from hasten.core.variant import Precision, Variant
 
@@ -84,7 +84,7 @@ def test_a_large_model_is_bundled_whole(
     from hasten.builder.export import export
 
     small = quick_build(tiny_classifier("bert"), variants=[ORT_FP32])
-    monkeypatch.setattr("hasten.builder.build.EXTERNAL_DATA_BYTES", 0)
+    monkeypatch.setattr("hasten.graph.EXTERNAL_DATA_BYTES", 0)
     monkeypatch.setattr("hasten.builder.build.export", partial(export, external_data_bytes=0))
     variants = [ORT_FP32, "onnxruntime-int8", "openvino-fp32"]
     large = quick_build(tiny_classifier("bert"), variants=variants, keep="all", min_agreement=0.0)
@@ -131,7 +131,7 @@ def test_a_wrong_graph_is_caught(tiny_classifier: Any, load_tiny: Any, tmp_path:
     with torch.open(artifact, RunOptions(1)) as original:
         assert "batched against single" in check_graph(original, original, EXAMPLE)
         change, says = FAULTS[fault]
-        with pytest.raises(StageError, match=says):
+        with pytest.raises(HastenError, match=says):
             check_graph(Wrong(original, change), original, EXAMPLE)
 
 

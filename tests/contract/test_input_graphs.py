@@ -200,7 +200,7 @@ def test_weights_beside_the_graph_travel(
         scores(answers(bundle, list(corpus), top_k=None)), scores(pipeline(list(corpus))), atol=1e-4
     )
     monkeypatch.setattr("hasten.builder.given.EXTERNAL_DATA_BYTES", 0)
-    monkeypatch.setattr("hasten.builder.build.EXTERNAL_DATA_BYTES", 0)
+    monkeypatch.setattr("hasten.graph.EXTERNAL_DATA_BYTES", 0)
     large = quick_build(model, variants=["graph-fp32", ORT_FP32], keep="all")
     assert "graph/model.onnx.data" in large.manifest.files
     for variant in ("graph-fp32", ORT_FP32):
@@ -381,9 +381,11 @@ def test_a_quantized_graph_is_its_own_reference(
     from hasten.core.plan import Gate
     from hasten.measure.verify import reverify
     from hasten.quantize.dynamic import quantize_dynamic
+    from hasten.quantize.recipe import Method, Recipe
 
     model = copied(classifier, tmp_path)
-    quantize_dynamic(model / "model.onnx", model / "model_quantized.onnx", external_data=False)
+    recipe = Recipe(variant="onnxruntime-int8", method=Method.DYNAMIC, target="avx512_vnni", attention=True)
+    quantize_dynamic(model / "model.onnx", model / "model_quantized.onnx", recipe, external_data=False)
     bundle = quick_build(model, file_name="model_quantized.onnx", keep="all")
     rows = {row.variant: row for row in bundle.report.candidates}
     assert bundle.manifest.graph_precision is Precision.INT8

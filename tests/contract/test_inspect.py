@@ -23,7 +23,7 @@ from hasten.cli import main
 from hasten.core.hardware import this_machine
 from hasten.core.variant import Variant
 
-ORT_FP32, ORT_INT8, OPENVINO = "onnxruntime-fp32", "onnxruntime-int8", "openvino-fp32"
+ORT_FP32, ORT_INT8, OPENVINO = "onnxruntime-fp32", "onnxruntime-int8+attention", "openvino-fp32"
 
 
 @pytest.fixture(scope="module")

@@ -148,7 +148,7 @@ def test_an_unknown_module_is_refused(tiny_embedder: Any, no_leftovers: Path) ->
 
 
 def test_a_target_that_cannot_be_is_found_before_the_work(tiny_classifier: Any, tmp_path: Path) -> None:
-    from hasten.builder.build import outline
+    from hasten.builder.outline import outline
     from hasten.core.plan import Plan
 
     (tmp_path / "file").write_text("")

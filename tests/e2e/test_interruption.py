@@ -22,7 +22,7 @@ def model() -> str:
 
 
 @pytest.mark.parametrize(
-    ("after", "number"), [("load", signal.SIGINT), ("make and verify", signal.SIGINT), ("export", signal.SIGTERM)]
+    ("after", "number"), [("load", signal.SIGINT), ("search", signal.SIGINT), ("export", signal.SIGTERM)]
 )
 def test_an_interrupted_build_leaves_nothing(model: str, tmp_path: Path, after: str, number: signal.Signals) -> None:
     (tmp_path / "tmp").mkdir()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.core.batching import TOKEN_BUDGET, by_length
+from hasten.core.batching import TOKEN_BUDGET, by_length, in_order
 
 lengths = st.lists(st.integers(0, 600), max_size=80).map(lambda values: np.asarray(values, np.int32))
 
@@ -39,3 +39,10 @@ def test_nothing_to_group() -> None:
 def test_default_sizes(length: int, size: int) -> None:
     groups = by_length(np.full(130, length, np.int32))
     assert len(groups[0]) == size
+
+
+@pytest.mark.parametrize(("rows", "size", "sizes"), [(5, 2, [2, 2, 1]), (3, 8, [3]), (4, 1, [1] * 4), (0, 4, [])])
+def test_rows_as_they_come(rows: int, size: int, sizes: list[int]) -> None:
+    groups = in_order(rows, size)
+    assert [len(group) for group in groups] == sizes
+    assert [row for group in groups for row in group.tolist()] == list(range(rows))

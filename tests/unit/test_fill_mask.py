@@ -12,6 +12,7 @@ from hasten.core.tokenizer import Tokenizer, TokenizerSpec
 from hasten.measure.data import sample_texts
 from hasten.tasks import TaskSpec
 from hasten.tasks.fill_mask import TASK, Masked, Options
+from scored import scored
 
 # The unit tokenizer knows letters; one of them is the mask here.
 SPEC = TaskSpec("fill-mask", mask_token="m")
@@ -110,7 +111,7 @@ def test_score_is_accuracy_and_that_of_the_best_five(encode: Any, tokenizer: Tok
     encoded, _ = encode("m", "m m", "m", "m")
     outputs = logits(tokenizer, "abc", "bcdefgh", "cdefgh", "dabcefg", "xyz")
     # Right; second; sixth; a label of two tokens; a label that is unknown.
-    metric = TASK.score(outputs, encoded, [("a",), ("c", "h"), ("d a",), ("zebra",)], SPEC)
+    metric = scored(TASK, outputs, encoded, [("a",), ("c", "h"), ("d a",), ("zebra",)], SPEC)
     assert (metric.name, metric.rows) == ("accuracy", 4)
     assert metric.value == pytest.approx(1 / 5)
     assert metric.also == {"top-5 accuracy": pytest.approx(2 / 5)}
@@ -126,8 +127,8 @@ def test_a_label_is_found_with_the_space_that_words_have() -> None:
     encoded = TASK.encode(["m"], tokenizer, TASK.options(SPEC, {}))
     for best in (2, 3):
         outputs = {"logits": np.eye(5, dtype=np.float32)[[best]]}
-        assert TASK.score(outputs, encoded, [("cat",)], SPEC).value == 1.0
-    assert TASK.score({"logits": np.eye(5, dtype=np.float32)[[0]]}, encoded, [("dog",)], SPEC).value == 0.0
+        assert scored(TASK, outputs, encoded, [("cat",)], SPEC).value == 1.0
+    assert scored(TASK, {"logits": np.eye(5, dtype=np.float32)[[0]]}, encoded, [("dog",)], SPEC).value == 0.0
 
 
 def test_agreement_counts_masks_and_names_items(encode: Any, tokenizer: Tokenizer) -> None:

@@ -10,6 +10,7 @@ from hasten.core.tokenizer import Tokenizer
 from hasten.measure.data import sample_texts
 from hasten.tasks import TaskSpec
 from hasten.tasks.multiple_choice import TASK, Questions
+from scored import scored
 
 SPEC = TaskSpec("multiple-choice")
 ITEMS = [
@@ -82,7 +83,7 @@ def test_a_label_that_is_no_choice_is_refused(label: object, says: str) -> None:
 
 
 def test_score_is_accuracy_over_items(questions: Questions) -> None:
-    metric = TASK.score(outputs(1, 3, -7, 0, 2, 1), questions, [1, 0, 0], SPEC)
+    metric = scored(TASK, outputs(1, 3, -7, 0, 2, 1), questions, [1, 0, 0], SPEC)
     assert (metric.name, metric.rows) == ("accuracy", 3)
     assert metric.value == pytest.approx(2 / 3)
 

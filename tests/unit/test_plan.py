@@ -125,11 +125,24 @@ def test_impossible_gates_are_refused_by_option(gate: dict[str, float]) -> None:
         ({"gate": Gate(max_drop=1.0)}, "--max-drop needs labelled data"),
         ({"gate": Gate(metric="macro-f1")}, "--metric needs labelled data"),
         ({"columns": {"text": "sentence"}}, "--columns is about a data file"),
+        ({"data": "rows.jsonl", "calibration": "rows.jsonl"}, "both rows.jsonl"),
+        ({"data": "-", "calibration": "-"}, "both -"),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_refused(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         Plan("acme/model", **wrong)  # type: ignore[arg-type]
+
+
+def test_columns_may_be_those_of_calibration_data_alone() -> None:
+    assert Plan("acme/model", calibration="train.csv", columns={"text": "sentence"}).data is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "sizes"), [(Range(1, 8, 32), (1, 8, 32)), (Range(4, 4, 4), (1, 4)), (Range(1, 1, 1), (1,))]
+)
+def test_batches_are_judged_alone_too(batch: Range, sizes: tuple[int, ...]) -> None:
+    assert Shapes(batch).batches == sizes
 
 
 def test_a_drop_may_be_bounded_where_there_is_data() -> None:
@@ -141,6 +154,7 @@ def test_a_plan_survives_json() -> None:
         "acme/model",
         variants=("onnxruntime-int8",),
         data="rows.csv",
+        calibration="train.csv",
         columns={"text": "sentence"},
         gate=Gate(0.99, metric="macro-f1"),
         threads=2,

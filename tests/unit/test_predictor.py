@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hasten.api import load
 from hasten.backends import RunOptions
 from hasten.bundle import Bundle, Manifest
 from hasten.core.errors import InputError, PlanError, UnsupportedError
 from hasten.core.tensors import Batch, Outputs
 from hasten.core.tokenizer import Tokenizer
-from hasten.predictor import Predictor, load, open_predictor, runnable
+from hasten.predictor import Predictor, open_predictor, runnable
 from hasten.tasks import TASKS, TaskSpec
 
 MakePredictor = Callable[..., Predictor]

@@ -14,6 +14,7 @@ from hasten.core.tensors import BATCH, SEQUENCE
 from hasten.core.tokenizer import Tokenizer, TokenizerSpec
 from hasten.measure.data import sample_texts
 from hasten.tasks import TASKS, Encoded, TaskSpec
+from scored import scored
 
 TASK = TASKS.get("question-answering")
 SPEC = TaskSpec("question-answering")
@@ -365,7 +366,7 @@ def test_a_context_that_is_nothing_to_the_tokenizer_has_the_empty_answer(by_lett
     impossible = TASK.options(SPEC, {"handle_impossible_answer": True})
     assert TASK.decode(outputs, encoded, impossible) == [{**nothing, "score": 1.0}]
     assert TASK.agree(outputs, outputs, encoded, SPEC).value == 1.0
-    assert TASK.score(outputs, encoded, [("x",)], SPEC).value == 0.0
+    assert scored(TASK, outputs, encoded, [("x",)], SPEC).value == 0.0
 
 
 def test_items_do_not_mix(by_letter: Tokenizer) -> None:
@@ -438,7 +439,7 @@ PAYLOAD = [{"question": "a", "context": "p q r"}, {"question": "a", "context": "
 def test_the_score_is_squads(by_letter: Tokenizer) -> None:
     encoded = encode(by_letter, PAYLOAD)
     outputs = logits_for(encoded, (0, 3, 3, 5.0), (1, 4, 5, 5.0))
-    metric = TASK.score(outputs, encoded, [("p", "q"), ("z",)], SPEC)
+    metric = scored(TASK, outputs, encoded, [("p", "q"), ("z",)], SPEC)
     assert (metric.name, metric.rows) == ("F1", 2)
     assert metric.value == pytest.approx((1 + 2 / 3) / 2)
     assert metric.also == {"exact match": 0.5}
@@ -448,9 +449,9 @@ def test_no_answer_is_given_only_where_some_questions_have_none(by_letter: Token
     encoded = encode(by_letter, PAYLOAD)
     # The best answer to the first is none; to the second it is "y z", and none comes second.
     outputs = logits_for(encoded, (0, 0, 0, 8.0), (0, 3, 3, 5.0), (1, 0, 0, 4.0), (1, 4, 5, 5.0))
-    assert TASK.score(outputs, encoded, [("p",), ("y z",)], SPEC).value == 1.0
-    assert TASK.score(outputs, encoded, [(), ("y z",)], SPEC).value == 1.0
-    assert TASK.score(outputs, encoded, [("p",), ()], SPEC).value == 0.0
+    assert scored(TASK, outputs, encoded, [("p",), ("y z",)], SPEC).value == 1.0
+    assert scored(TASK, outputs, encoded, [(), ("y z",)], SPEC).value == 1.0
+    assert scored(TASK, outputs, encoded, [("p",), ()], SPEC).value == 0.0
 
 
 def test_answers_are_judged_by_logits_over_all_windows_and_up_to_30_tokens(tokenizer_file: Path) -> None:
@@ -460,9 +461,9 @@ def test_answers_are_judged_by_logits_over_all_windows_and_up_to_30_tokens(token
     assert len(encoded.batch) > 1
     # Alone in its window, the weaker span has all of its softmax; its logits are smaller all the same.
     outputs = logits_for(encoded, (0, 3, 32, 6.0), (0, 40, 40, 5.9), (1, 10, 10, 5.0))
-    assert TASK.score(outputs, encoded, [(context[:59],)], SPEC).also == {"exact match": 1.0}
+    assert scored(TASK, outputs, encoded, [(context[:59],)], SPEC).also == {"exact match": 1.0}
     outputs = logits_for(encoded, (0, 3, 33, 6.0), (1, 10, 10, 5.0))
-    assert TASK.score(outputs, encoded, [(context[:61],)], SPEC).also == {"exact match": 0.0}
+    assert scored(TASK, outputs, encoded, [(context[:61],)], SPEC).also == {"exact match": 0.0}
 
 
 # --- agreement
@@ -508,9 +509,9 @@ def test_outputs_that_are_no_numbers_never_agree_and_are_judged_all_the_same(by_
     agreement = TASK.agree(ours, theirs, encoded, SPEC)
     assert not agreement.is_finite
     assert (agreement.value, agreement.rows, agreement.worst) == (0.0, 3, (1, 2))
-    assert TASK.score(ours, encoded, [("p",), ("y",), ("v",)], SPEC).value == pytest.approx(2 / 3)
+    assert scored(TASK, ours, encoded, [("p",), ("y",), ("v",)], SPEC).value == pytest.approx(2 / 3)
     everything = {name: np.full_like(values, np.nan) for name, values in theirs.items()}
-    assert 0.0 <= TASK.score(everything, encoded, [("p",), ("y",), ()], SPEC).value <= 1.0
+    assert 0.0 <= scored(TASK, everything, encoded, [("p",), ("y",), ()], SPEC).value <= 1.0
     found = TASK.decode(everything, encoded, TASK.options(SPEC, {"top_k": 2}))
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from scipy import stats
 
 from hasten.core.errors import PlanError
 from hasten.core.report import Metric
-from hasten.core.scores import accuracy, entity_scores, macro_f1, micro_f1
+from hasten.core.scores import accuracy, entity_counts, entity_metric, macro_f1, micro_f1
 from hasten.tasks import TASKS, Encoded, TaskSpec
+from scored import scored
 
 MakeEncoded = Callable[..., Encoded]
 
@@ -85,11 +87,11 @@ def test_a_label_that_occurs_nowhere_counts_only_where_it_has_a_column() -> None
 @given(st.one_of(tagged(tags), tagged(bio_tags)))
 def test_entities_are_scored_as_seqeval_does(sentences: list[tuple[list[str], list[str]]]) -> None:
     wanted, found = [a for a, _ in sentences], [b for _, b in sentences]
-    ours = entity_scores(wanted, found)
+    ours = entity_metric(np.array([entity_counts(a, b) for a, b in sentences]))
     options = {"average": "micro", "zero_division": 0}
-    assert ours.f1 == pytest.approx(seqeval.metrics.f1_score(wanted, found, **options), abs=1e-12)
-    assert ours.precision == pytest.approx(seqeval.metrics.precision_score(wanted, found, **options), abs=1e-12)
-    assert ours.recall == pytest.approx(seqeval.metrics.recall_score(wanted, found, **options), abs=1e-12)
+    assert ours.value == pytest.approx(seqeval.metrics.f1_score(wanted, found, **options), abs=1e-12)
+    assert ours.also["precision"] == pytest.approx(seqeval.metrics.precision_score(wanted, found, **options), abs=1e-12)
+    assert ours.also["recall"] == pytest.approx(seqeval.metrics.recall_score(wanted, found, **options), abs=1e-12)
 
 
 # --- what the tasks make of them
@@ -102,7 +104,7 @@ def random_rows(seed: int, *shape: int) -> np.ndarray:
 def test_a_classifier_is_scored_by_accuracy_and_f1(encoded: MakeEncoded) -> None:
     logits, gold = random_rows(0, 50, 4), np.random.default_rng(1).integers(0, 4, 50)
     spec = TaskSpec("text-classification", ("a", "b", "c", "d"))
-    metric = TASKS.get(spec.name).score({"logits": logits}, encoded(50), gold.tolist(), spec)
+    metric = scored(TASKS.get(spec.name), {"logits": logits}, encoded(50), gold.tolist(), spec)
     found = logits.argmax(axis=1)
     assert (metric.name, metric.rows) == ("accuracy", 50)
     assert metric.value == pytest.approx(sklearn.metrics.accuracy_score(gold, found))
@@ -115,7 +117,7 @@ def test_a_classifier_is_scored_by_accuracy_and_f1(encoded: MakeEncoded) -> None
 def test_a_multi_label_classifier_is_scored_by_micro_and_macro_f1(encoded: MakeEncoded) -> None:
     logits, gold = random_rows(0, 50, 3), random_rows(1, 50, 3) > 0.3
     spec = TaskSpec("text-classification", ("a", "b", "c"), problem="multi_label_classification")
-    metric = TASKS.get(spec.name).score({"logits": logits}, encoded(50), gold.tolist(), spec)
+    metric = scored(TASKS.get(spec.name), {"logits": logits}, encoded(50), gold.tolist(), spec)
     micro, macro = (sklearn.metrics.f1_score(gold, logits > 0, average=average) for average in ("micro", "macro"))
     assert (metric.name, metric.value) == ("micro F1", pytest.approx(micro))
     assert metric.also == {"macro F1": pytest.approx(macro)}
@@ -125,7 +127,7 @@ def test_a_multi_label_classifier_is_scored_by_micro_and_macro_f1(encoded: MakeE
 def test_a_regression_is_scored_by_both_correlations(encoded: MakeEncoded) -> None:
     logits, gold = random_rows(0, 40, 1).astype(np.float32), np.round(random_rows(1, 40), 1)
     spec = TaskSpec("text-classification", ("stars",), problem="regression")
-    metric = TASKS.get(spec.name).score({"logits": logits}, encoded(40), gold.tolist(), spec)
+    metric = scored(TASKS.get(spec.name), {"logits": logits}, encoded(40), gold.tolist(), spec)
     values = logits[:, 0].astype(np.float64)
     assert (metric.name, metric.value) == ("Pearson correlation", pytest.approx(stats.pearsonr(values, gold).statistic))
     assert metric.also == {"Spearman correlation": pytest.approx(stats.spearmanr(values, gold).statistic)}
@@ -135,12 +137,38 @@ def test_an_embedder_is_scored_by_both_correlations(encoded: MakeEncoded) -> Non
     vectors, gold = random_rows(0, 60, 4), np.random.default_rng(1).integers(0, 6, 30)
     spec = TaskSpec("sentence-similarity")
     of_item = encoded(owners=np.arange(30).repeat(2))
-    metric = TASKS.get(spec.name).score({"embedding": vectors}, of_item, gold.tolist(), spec)
+    metric = scored(TASKS.get(spec.name), {"embedding": vectors}, of_item, gold.tolist(), spec)
     a, b = vectors[0::2], vectors[1::2]
     cosines = (a * b).sum(axis=1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
     theirs = stats.spearmanr(cosines, gold).statistic, stats.pearsonr(cosines, gold).statistic
     assert (metric.name, metric.value) == ("Spearman correlation", pytest.approx(theirs[0]))
     assert metric.also == {"Pearson correlation": pytest.approx(theirs[1])}
+
+
+@pytest.mark.parametrize(
+    ("spec", "marks"),
+    [
+        (TaskSpec("text-classification", ("a", "b", "c")), [[0, 1], [2, 2], [1, 1]]),
+        (TaskSpec("text-classification", ("a", "b"), problem="multi_label_classification"), random_rows(0, 30, 4) > 0),
+        (TaskSpec("text-classification", ("stars",)), random_rows(0, 30, 2)),
+        (TaskSpec("sentence-similarity"), random_rows(0, 30, 2)),
+        (TaskSpec("token-classification"), [[1, 2, 3], [0, 1, 0], [2, 2, 2], [0, 0, 1]]),
+        (TaskSpec("question-answering"), [[0.5, 0.0], [1.0, 1.0], [0.0, 0.0]]),
+        (TaskSpec("zero-shot-classification", ("no", "entailment")), [[0, 0], [1, 2], [2, 2]]),
+        (TaskSpec("multiple-choice"), [[1.0], [0.0], [1.0]]),
+        (TaskSpec("fill-mask"), [[1, 1, 2], [0, 1, 1], [0, 0, 3]]),
+        (TaskSpec("text-ranking", ("score",)), random_rows(0, 30, 2)),
+        (TaskSpec("text-ranking", ("score",)), [[0.5, 1.0, 0.5, 1], [1.0, 1.0, 1.0, 3]]),
+    ],
+)
+def test_marks_may_be_drawn_again(spec: TaskSpec, marks: Any) -> None:
+    """Every row twice changes no metric but the number of rows; the row that is worst, alone, changes it."""
+    task, rows = TASKS.get(spec.name), np.asarray(marks, np.float64)
+    once, twice = task.metric(rows, spec), task.metric(rows.take([*range(len(rows))] * 2, axis=0), spec)
+    assert (twice.name, twice.rows) == (once.name, 2 * once.rows)
+    assert twice.value == pytest.approx(once.value)
+    assert twice.also == pytest.approx(once.also)
+    assert any(task.metric(rows[[place]], spec).value != once.value for place in range(len(rows)))
 
 
 # --- which of them the gate goes by

@@ -10,6 +10,7 @@ from hasten.core.errors import InputError
 from hasten.core.tokenizer import Tokenizer
 from hasten.predictor import Predictor
 from hasten.tasks import TASKS, Encoded, TaskSpec
+from scored import scored
 
 TASK = TASKS.get("sentence-similarity")
 SPEC = TaskSpec(TASK.name)
@@ -142,7 +143,7 @@ def test_the_score_is_spearman_of_the_cosines(encoded: MakeEncoded) -> None:
     vectors = random.normal(size=(60, 4)).astype(np.float32)
     gold = random.integers(0, 6, 30).tolist()
     cosines = [cosine(a, b) for a, b in zip(vectors[0::2], vectors[1::2], strict=True)]
-    metric = TASK.score({"embedding": vectors}, encoded(owners=np.arange(30).repeat(2)), gold, SPEC)
+    metric = scored(TASK, {"embedding": vectors}, encoded(owners=np.arange(30).repeat(2)), gold, SPEC)
     assert (metric.name, metric.rows) == ("Spearman correlation", 30)
     assert metric.value == pytest.approx(stats.spearmanr(cosines, gold).statistic, abs=1e-6)
 

@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from hasten.core.report import Timing
-from hasten.core.statistics import Interval, median_ratio, pearson, ranks, relative_error, row_cosines, spearman
+from hasten.core.statistics import (
+    Interval,
+    median_ratio,
+    paired_drop,
+    pearson,
+    ranks,
+    relative_error,
+    row_cosines,
+    spearman,
+)
 from hasten.core.tensors import Shape
 
 # Small integers make ties; the fractions between them do not.
@@ -146,3 +155,56 @@ def test_the_same_rounds_give_the_same_interval() -> None:
 @pytest.mark.parametrize(("baseline", "expected"), [([2.0], (2, 2, 2)), ([2.0, 4.0], (3, 2, 4))])
 def test_too_few_rounds_give_their_span(baseline: list[float], expected: tuple[float, float, float]) -> None:
     assert median_ratio(np.array(baseline), np.ones(len(baseline))) == Interval(*expected)
+
+
+# --- drops
+
+
+def right(marks: np.ndarray) -> float:
+    return float(marks.mean())
+
+
+def flipped(rows: int, lost: int, won: int) -> tuple[np.ndarray, np.ndarray]:
+    """Right answers of a reference and of a variant that answers a few rows otherwise, some for the better."""
+    reference = (np.arange(rows) % 10 > 0).astype(np.float64)[:, None]
+    variant = reference.copy()
+    variant[np.flatnonzero(reference)[:lost]] = 0.0
+    variant[np.flatnonzero(reference == 0)[:won]] = 1.0
+    return reference, variant
+
+
+@pytest.mark.parametrize(("rows", "lost", "won"), [(872, 3, 2), (872, 30, 10), (100, 5, 0)])
+def test_the_interval_of_a_drop_is_scipys(rows: int, lost: int, won: int) -> None:
+    reference, variant = flipped(rows, lost, won)
+    theirs = stats.bootstrap(
+        (reference[:, 0], variant[:, 0]),
+        lambda a, b, axis: 100 * (a.mean(axis) - b.mean(axis)),
+        paired=True,
+        method="percentile",
+        n_resamples=4000,
+        rng=1,
+    ).confidence_interval
+    ours = paired_drop(right, reference, variant)
+    assert ours.value == pytest.approx(100 * (lost - won) / rows)
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=0.15 * (theirs.high - theirs.low))
+    assert paired_drop(right, reference, variant) == ours
+
+
+def test_what_is_hard_for_both_is_no_chance() -> None:
+    """Apart, 872 rows tell accuracies to two points; together, by the rows that differ."""
+    ours = paired_drop(right, *flipped(872, 2, 1))
+    assert ours.high - ours.low < 1.0
+
+
+def test_equal_answers_have_no_interval() -> None:
+    reference, _ = flipped(50, 0, 0)
+    assert paired_drop(right, reference, reference.copy()) == Interval(0.0, 0.0, 0.0)
+
+
+def test_a_drop_of_a_correlation() -> None:
+    random = np.random.default_rng(0)
+    wanted = random.integers(0, 6, 300).astype(np.float64)
+    close, far = (wanted + random.normal(size=300) * noise for noise in (0.5, 1.5))
+    ours = paired_drop(lambda marks: spearman(*marks.T), *(np.stack([own, wanted], 1) for own in (close, far)))
+    assert ours.value == pytest.approx(100 * (spearman(close, wanted) - spearman(far, wanted)))
+    assert 0 < ours.low < ours.value < ours.high

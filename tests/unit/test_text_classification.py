@@ -10,6 +10,7 @@ from hasten.core.errors import InputError
 from hasten.core.tokenizer import Tokenizer
 from hasten.tasks import TASKS, Encoded, TaskSpec
 from hasten.tasks.text_classification import MULTI_LABEL, REGRESSION
+from scored import scored
 
 TASK = TASKS.get("text-classification")
 LABELS = ("bad", "fair", "good")
@@ -247,7 +248,7 @@ def test_an_unknown_label_is_answered_with_the_known() -> None:
 
 def test_accuracy(encoded: MakeEncoded) -> None:
     logits = np.array([[3, 1, 1], [1, 3, 1], [1, 1, 3], [3, 1, 1]], np.float32)
-    metric = TASK.score({"logits": logits}, encoded(4), [0, 1, 2, 2], SINGLE)
+    metric = scored(TASK, {"logits": logits}, encoded(4), [0, 1, 2, 2], SINGLE)
     assert (metric.name, metric.value, metric.rows) == ("accuracy", 0.75, 4)
 
 
@@ -263,22 +264,22 @@ def test_micro_f1(encoded: MakeEncoded) -> None:
             wrong += found and not truth
             missed += truth and not found
     precision, recall = right / (right + wrong), right / (right + missed)
-    metric = TASK.score({"logits": logits}, encoded(50), gold, MULTI)
+    metric = scored(TASK, {"logits": logits}, encoded(50), gold, MULTI)
     assert metric.name == "micro F1"
     assert metric.value == pytest.approx(2 * precision * recall / (precision + recall))
 
 
 def test_micro_f1_of_nothing_to_find_is_zero_as_in_sklearn(encoded: MakeEncoded) -> None:
     nothing = [[False] * 3]
-    assert TASK.score({"logits": np.full((1, 3), -1.0)}, encoded(1), nothing, MULTI).value == 0.0
-    assert TASK.score({"logits": np.full((1, 3), 1.0)}, encoded(1), nothing, MULTI).value == 0.0
+    assert scored(TASK, {"logits": np.full((1, 3), -1.0)}, encoded(1), nothing, MULTI).value == 0.0
+    assert scored(TASK, {"logits": np.full((1, 3), 1.0)}, encoded(1), nothing, MULTI).value == 0.0
 
 
 def test_regression_is_scored_by_pearson(encoded: MakeEncoded) -> None:
     random = np.random.default_rng(0)
     truth = random.normal(size=40)
     logits = (truth + random.normal(size=40))[:, None].astype(np.float32)
-    metric = TASK.score({"logits": logits}, encoded(40), truth.tolist(), STARS)
+    metric = scored(TASK, {"logits": logits}, encoded(40), truth.tolist(), STARS)
     assert metric.name == "Pearson correlation"
     assert metric.value == pytest.approx(stats.pearsonr(logits[:, 0], truth).statistic, abs=1e-6)
 

@@ -11,6 +11,7 @@ from hasten.core.tokenizer import Tokenizer
 from hasten.measure.data import sample_rows
 from hasten.tasks import TASKS, TaskSpec
 from hasten.tasks.text_ranking import Queries, Query
+from scored import scored
 
 TASK = TASKS.get("text-ranking")
 ONE = TaskSpec(TASK.name, ("LABEL_0",))
@@ -288,7 +289,7 @@ def test_a_class_the_model_does_not_know_is_refused() -> None:
 
 def test_rankings_are_judged_query_by_query(asked: Asked) -> None:
     gold = [(0.0, 1.0, 0.0), (2.0, 1.0)]
-    metric = TASK.score(logits(3.0, 2.0, 1.0, 1.0, 2.0), asked(3, 2), gold, ONE)
+    metric = scored(TASK, logits(3.0, 2.0, 1.0, 1.0, 2.0), asked(3, 2), gold, ONE)
     second = (1 + 2 / np.log2(3)) / (2 + 1 / np.log2(3))
     assert (metric.name, metric.rows) == ("nDCG@10", 2)
     assert metric.value == pytest.approx((1 / np.log2(3) + second) / 2)
@@ -296,15 +297,15 @@ def test_rankings_are_judged_query_by_query(asked: Asked) -> None:
 
 
 def test_pairs_with_the_same_query_compete(asked: Asked) -> None:
-    together = TASK.score(logits(3.0, 2.0, 1.0, 1.0, 2.0), asked(3, 2), [(0.0, 1.0, 0.0), (2.0, 1.0)], ONE)
+    together = scored(TASK, logits(3.0, 2.0, 1.0, 1.0, 2.0), asked(3, 2), [(0.0, 1.0, 0.0), (2.0, 1.0)], ONE)
     labels = [(0.0,), (2.0,), (1.0,), (1.0,), (0.0,)]
-    apart = TASK.score(logits(3.0, 1.0, 2.0, 2.0, 1.0), asked(pairs="abbaa"), labels, ONE)
+    apart = scored(TASK, logits(3.0, 1.0, 2.0, 2.0, 1.0), asked(pairs="abbaa"), labels, ONE)
     assert (apart.value, apart.also) == (pytest.approx(together.value), pytest.approx(together.also))
     assert apart.rows == 5
 
 
 def test_pairs_of_different_queries_are_one_list(asked: Asked) -> None:
-    metric = TASK.score(logits(3.0, 2.0, 1.0), asked(pairs="abc"), [(1.0,), (0.0,), (1.0,)], ONE)
+    metric = scored(TASK, logits(3.0, 2.0, 1.0), asked(pairs="abc"), [(1.0,), (0.0,), (1.0,)], ONE)
     assert (metric.name, metric.also) == ("average precision", {})
     assert metric.value == pytest.approx((1 + 2 / 3) / 2)
 
@@ -312,7 +313,7 @@ def test_pairs_of_different_queries_are_one_list(asked: Asked) -> None:
 def test_scores_are_correlated(asked: Asked) -> None:
     random = np.random.default_rng(0)
     values, wanted = random.normal(size=20), random.normal(size=20)
-    metric = TASK.score(logits(*values), asked(pairs="q" * 20), wanted.tolist(), ONE)
+    metric = scored(TASK, logits(*values), asked(pairs="q" * 20), wanted.tolist(), ONE)
     assert metric.name == "Spearman correlation"
     assert metric.value == pytest.approx(stats.spearmanr(values, wanted).statistic)
     expected = stats.pearsonr(special.expit(values), wanted).statistic
@@ -320,13 +321,13 @@ def test_scores_are_correlated(asked: Asked) -> None:
 
 
 def test_classes_are_counted(asked: Asked) -> None:
-    metric = TASK.score({"logits": np.eye(3)}, asked(pairs="abc"), [0, 1, 1], NLI)
+    metric = scored(TASK, {"logits": np.eye(3)}, asked(pairs="abc"), [0, 1, 1], NLI)
     assert (metric.name, metric.value) == ("accuracy", pytest.approx(2 / 3))
 
 
 def test_nothing_relevant_is_nothing_to_measure(asked: Asked) -> None:
     with pytest.raises(InputError, match="no document is relevant"):
-        TASK.score(logits(1.0, 2.0), asked(2), [(0.0, 0.0)], ONE)
+        scored(TASK, logits(1.0, 2.0), asked(2), [(0.0, 0.0)], ONE)
 
 
 # --- agreement

@@ -12,6 +12,7 @@ from hasten.core.entities import spans
 from hasten.core.errors import InputError
 from hasten.core.tokenizer import Tokenizer, TokenizerSpec
 from hasten.tasks import TASKS, Encoded, TaskSpec
+from scored import scored
 
 TASK = TASKS.get("token-classification")
 LABELS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
@@ -330,7 +331,7 @@ def score(tokenizer: Tokenizer, rows: Sequence[dict[str, object]], logits: np.nd
     encoded = TASK.encode(TASK.parse(list(rows)), tokenizer, TASK.options(SPEC, {}))
     gold = TASK.gold(rows, SPEC)
     assert gold is not None
-    metric = TASK.score({"logits": logits}, encoded, gold, SPEC)
+    metric = scored(TASK, {"logits": logits}, encoded, gold, SPEC)
     assert (metric.name, metric.rows) == ("entity F1", len(rows))
     return metric.value
 

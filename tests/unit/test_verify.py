@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hasten.core.plan import Gate
 from hasten.core.progress import Silent
-from hasten.core.report import Agreement, Metric, Verdict
-from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Signature, TensorSpec
+from hasten.core.report import Agreement, AtBatch, Metric, Verdict
+from hasten.core.statistics import Interval
+from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Outputs, Signature, TensorSpec
 from hasten.measure.verify import FP32_TOLERANCE, Expectation, expect, judge, verify
 from hasten.predictor import Predictor
 from hasten.tasks import TASKS, Encoded, TaskSpec
@@ -96,7 +98,7 @@ def test_a_refusal_never_reads_as_if_it_had_passed() -> None:
     ("value", "passed", "said"),
     [
         (0.90, True, "accuracy drop 0.00 points ≤ 1"),
-        (0.95, True, "accuracy drop -5.00 points ≤ 1"),
+        (0.95, True, "accuracy drop −5.00 points ≤ 1"),
         (0.89, True, "accuracy drop 1.00 points ≤ 1"),
         (0.88, False, "accuracy drop 2.00 points > 1"),
     ],
@@ -104,6 +106,17 @@ def test_a_refusal_never_reads_as_if_it_had_passed() -> None:
 def test_with_labels_the_drop_decides(value: float, passed: bool, said: str) -> None:
     found = judge(agreement(0.5), accuracy(value), accuracy(0.9), "int8", Gate(max_drop=1), TASK)
     assert found == (passed, said)
+
+
+def test_the_reason_says_how_far_the_drop_may_be_chance_and_at_which_batch() -> None:
+    gate, interval = Gate(max_drop=0.5), Interval(0.11, -0.23, 0.46)
+    passed, reason = judge(agreement(), accuracy(0.8989), accuracy(0.9), "int8", gate, TASK, interval, (8, 32))
+    assert (passed, reason) == (True, "accuracy drop 0.11 points (−0.23 to 0.46) ≤ 0.5 at batch 32")
+    same = Interval(0.0, 0.0, 0.0)
+    assert judge(agreement(), accuracy(0.9), accuracy(0.9), "int8", gate, TASK, same)[1] == (
+        "accuracy drop 0.00 points ≤ 0.5"
+    )
+    assert judge(agreement(), None, None, "int8", Gate(), TASK, None, (8, 32))[1].endswith("≥ 0.995 at batch 8")
 
 
 def test_labels_without_a_bound_on_the_drop_leave_it_to_the_agreement() -> None:
@@ -180,7 +193,7 @@ def test_the_drop_is_of_the_metric_that_was_asked_for(make_predictor: MakePredic
     gate = Gate(max_drop=15)
     assert verify(worse, "x-int8", expect(original, labelled, Silent()), gate, Silent()).passed
     verdict = verify(worse, "x-int8", found, gate, Silent())
-    assert verdict.reason == "macro F1 drop 18.10 points > 15"
+    assert verdict.reason == "macro F1 drop 18.10 points (0.00 to 57.14) > 15"
     assert verdict.drop == pytest.approx(100 * (7 / 15 - (6 / 7) / 3))
     assert not verdict.passed
 
@@ -192,6 +205,76 @@ def test_what_is_not_finite_has_no_metric(make_predictor: MakePredictor, classif
     broken = make_predictor(classifier, lambda _: [np.nan, 0.0, 1.0], "fp16")
     verdict = verify(broken, "x", found, Gate(max_drop=100.0), Silent())
     assert (verdict.passed, verdict.metric, verdict.drop) == (False, None, None)
+
+
+class Crowded:
+    """Answers otherwise where so many rows come together, as one scale for all of them would."""
+
+    def __init__(self, session: Any, changes: dict[int, Callable[[Batch, Outputs], Outputs]]) -> None:
+        self.session, self.changes, self.spec = session, changes, session.spec
+
+    def run(self, batch: Batch) -> Outputs:
+        outputs = self.session.run(batch)
+        return self.changes.get(len(batch), lambda _, same: same)(batch, outputs)
+
+
+def swapped(*rows: int) -> Callable[[Batch, Outputs], Outputs]:
+    """The labels of these rows of every batch turned around."""
+
+    def change(_: Batch, outputs: Outputs) -> Outputs:
+        logits = outputs["logits"].copy()
+        logits[list(rows)] = -logits[list(rows)]
+        return {"logits": logits}
+
+    return change
+
+
+def test_the_worst_batch_counts_and_all_are_told(make_predictor: MakePredictor, classifier: TaskSpec) -> None:
+    labels = ["good", "good", "bad", "good", "good", "good", "bad", "good"]
+    labelled = [{**row, "label": label} for row, label in zip(ROWS, labels, strict=True)]
+    original = make_predictor(classifier, lambda _: [0.0, 1.0, 2.0])
+    found = expect(original, labelled, Silent())
+    variant = make_predictor(classifier, lambda _: [0.0, 1.0, 2.0], "int8")
+    recorded = variant.session
+    # By twos the wrong answers become right ones, and both flip; by fours a right one is lost, and one flips.
+    variant.session = Crowded(recorded, {2: swapped(0), 4: swapped(1)})  # type: ignore[assignment]
+    verdict = verify(variant, "x-int8", found, Gate(max_drop=20), Silent(), (1, 2, 4))
+    assert [len(batch) for batch in recorded.batches] == [1] * 8 + [2] * 4 + [4] * 2  # type: ignore[attr-defined]
+    assert np.array_equal(recorded.batches[8].lengths, found.encoded.batch.lengths[:2])  # type: ignore[attr-defined]
+    assert verdict.by_batch == (AtBatch(1, 1.0, 0, 0.0), AtBatch(2, 0.5, 4, 0.0), AtBatch(4, 0.75, 2, 25.0))
+    assert (verdict.agreement.value, verdict.agreement.flips, verdict.drop) == (0.5, 4, 25.0)
+    assert not verdict.passed
+    assert verdict.reason.startswith("accuracy drop 25.00 points (")
+    assert verdict.reason.endswith("> 20 at batch 4")
+    assert verdict.drop_interval is not None
+    assert verdict.drop_interval.low <= 25.0 <= verdict.drop_interval.high
+    refused = verify(variant, "x-int8", found, Gate(), Silent(), (1, 2, 4))
+    assert refused.reason == "same label 0.5000 < 0.995 at batch 2"
+    # Rows of similar length together, once: what it is where nothing depends on the batch.
+    alone = verify(variant, "x-int8", found, Gate(), Silent())
+    assert (alone.passed, alone.by_batch) == (True, ())
+
+
+def test_numbers_that_are_none_in_one_batch_size_are_the_worst(
+    expected: Expectation, make_predictor: MakePredictor, classifier: TaskSpec
+) -> None:
+    variant = make_predictor(classifier, precision="int8")
+    broken = {2: lambda _, outputs: {"logits": np.full_like(outputs["logits"], np.nan)}}
+    variant.session = Crowded(variant.session, broken)  # type: ignore[assignment]
+    verdict = verify(variant, "x-int8", expected, Gate(min_agreement=0.0), Silent(), (1, 2))
+    assert (verdict.passed, verdict.reason) == (False, "some outputs are not finite numbers")
+
+
+def test_rows_that_cannot_show_the_drop_are_noted(make_predictor: MakePredictor, classifier: TaskSpec) -> None:
+    labelled = [{**row, "label": "good"} for row in ROWS]
+    found = expect(make_predictor(classifier, lambda _: [0.0, 1.0, 2.0]), labelled, Silent())
+    first = found.encoded.batch.take(np.array([0])).values["input_ids"]
+    worse = make_predictor(
+        classifier, lambda row: [2.0, 1.0, 0.0] if np.array_equal(row, first) else [0.0, 1.0, 2.0], "int8"
+    )
+    (note,) = verify(worse, "x-int8", found, Gate(max_drop=13), Silent()).notes
+    assert note.startswith("8 rows cannot show a drop of 13 points: the interval is ±")
+    assert verify(worse, "x-int8", found, Gate(max_drop=50), Silent()).notes == ()
 
 
 def test_progress_counts_the_rows(make_predictor: MakePredictor, classifier: TaskSpec) -> None:

@@ -14,6 +14,7 @@ from hasten.core.errors import InputError
 from hasten.core.tokenizer import Tokenizer
 from hasten.tasks import TASKS, TaskSpec
 from hasten.tasks.zero_shot_classification import Question, Questions
+from scored import scored
 
 TASK = TASKS.get("zero-shot-classification")
 NLI = TaskSpec(TASK.name, ("contradiction", "neutral", "entailment"))
@@ -295,7 +296,7 @@ def test_accuracy_and_macro_f1(asked: Asked) -> None:
     logits = random.normal(size=(120, 3)).astype(np.float32)
     gold = [TOPICS[place] for place in random.integers(0, 3, 40)]
     found = [TOPICS[place] for place in logits[:, 2].reshape(40, 3).argmax(axis=1)]
-    metric = TASK.score({"logits": logits}, asked(*[3] * 40), gold, NLI)
+    metric = scored(TASK, {"logits": logits}, asked(*[3] * 40), gold, NLI)
     assert (metric.name, metric.rows) == ("accuracy", 40)
     assert metric.value == pytest.approx(np.mean([a == b for a, b in zip(found, gold, strict=True)]))
     assert metric.also == {"macro F1": pytest.approx(f1_score(gold, found, average="macro"))}

@@ -41,6 +41,8 @@ class Source:
     signature: Signature
     graphs: Mapping[str, Path]
     module: object | None = None
+    # Tensors of the graphs whose values leave the range of fp16: what computes or reads them stays in fp32.
+    beyond_fp16: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,15 @@ class HasTrials(Protocol):
 
     def trials(self, machine: Machine) -> Sequence[Trial]:
         """A few operators, run for real on each device, provider or precision it offers here."""
+        ...
+
+
+@runtime_checkable
+class FindsNonFinite(Protocol):
+    """What a backend may offer beside the contract, to say which operator is at fault where outputs are no numbers."""
+
+    def first_non_finite(self, artifact: Artifact, batch: Batch) -> str | None:
+        """The first operator whose values on this batch are not finite, of those that reach the outputs."""
         ...
 
 

@@ -11,6 +11,7 @@ from hasten.backends import Artifact, Dialect, RunOptions, Session, Source
 from hasten.backends.onnxruntime import BACKEND as RUNTIME
 from hasten.core.execution import Execution
 from hasten.core.hardware import Machine
+from hasten.core.tensors import Batch
 from hasten.core.variant import Support, Variant
 
 
@@ -35,6 +36,9 @@ class Graph:
 
     def executions(self, artifact: Artifact) -> Sequence[Execution]:
         return RUNTIME.executions(artifact)
+
+    def first_non_finite(self, artifact: Artifact, batch: Batch) -> str | None:
+        return RUNTIME.first_non_finite(artifact, batch)
 
 
 BACKEND = Graph()

@@ -25,13 +25,14 @@ from hasten.backends import (
     probe_packages,
 )
 from hasten.core.errors import StageError
-from hasten.core.execution import Execution, Trial
+from hasten.core.execution import Execution, Step, Trial, origin
 from hasten.core.hardware import Machine
 from hasten.core.probe_graph import INPUT, WIDTH, probe_graph
 from hasten.core.tensors import Batch, Layout, Outputs, SessionSpec, Shape, pad, unpad
 from hasten.core.variant import CPU, Precision, Support, Variant
 
-_PRECISIONS = (Precision.FP32, Precision.INT8)
+_OFFERED = (Precision.FP32, Precision.INT8)
+_PRECISIONS = (*_OFFERED, Precision.INT4)
 _ERRORS_ONLY = 3
 _CPU = "CPUExecutionProvider"
 # It would put norms back together with the additions before them, into a kernel that is slower than the two.
@@ -53,7 +54,7 @@ class OnnxRuntime:
         return probe_packages(self)
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
-        return [Variant(self.name, precision) for precision in _PRECISIONS]
+        return [Variant(self.name, precision) for precision in _OFFERED]
 
     def make(self, source: Source, variant: Variant, directory: Path) -> Artifact:
         """The graph comes fused and quantized; here it only moves, its external data with it."""
@@ -75,6 +76,30 @@ class OnnxRuntime:
         with tempfile.TemporaryDirectory(prefix="hasten-") as work, _Session(artifact, RunOptions(1), work) as session:
             session.warm([Shape(1, 8)])
             return _profiled(session._session)
+
+    def first_non_finite(self, artifact: Artifact, batch: Batch) -> str | None:
+        """Every tensor an output."""
+        import numpy as np
+        import onnx
+        import onnxruntime
+
+        graph = artifact.path(MODEL)
+        model = onnx.load(graph, load_external_data=False)
+        nodes, outputs = model.graph.node, [entry.name for entry in model.graph.output]
+        inner = [name for node in nodes for name in node.output if name and name not in outputs]
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
+        settings = _settings(1)
+        settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph.parent))
+        feeds = pad(batch, artifact.signature)
+        try:
+            session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=[_CPU])
+            taken = {entry.name: feeds[entry.name] for entry in session.get_inputs()}
+            found = dict(zip([*outputs, *inner], session.run([*outputs, *inner], taken), strict=True))
+        except Exception as error:  # the binding raises its own unrelated classes
+            raise StageError(f"ONNX Runtime cannot show what {artifact.variant} computes: {error}") from error
+        broken = {name for name, value in found.items() if value.dtype.kind == "f" and not np.isfinite(value).all()}
+        steps = [Step(node.name or node.output[0], tuple(node.input), tuple(node.output)) for node in nodes]
+        return origin(steps, outputs, broken)
 
     def trials(self, machine: Machine) -> Sequence[Trial]:
         import onnxruntime
@@ -197,8 +222,14 @@ def stored_precision(graph: Path) -> Precision:
     # Only matrices count: biases and norms stay in fp32 whatever the products run in, and so do embeddings.
     nodes = model.graph.node
     looked_up = {node.input[0] for node in nodes if node.op_type == "Gather"}
-    looked_up.update(*(node.input for node in nodes if node.op_type == "EmbedLayerNormalization"))
+    looked_up.update(*(node.input for node in nodes if node.op_type.endswith("EmbedLayerNormalization")))
     weights: Counter[Precision] = Counter()
+    for node in nodes:
+        if node.op_type == "MatMulNBits":
+            # Packed into bytes, whatever their bits; beside them a matrix of scales.
+            about = {entry.name: entry.i for entry in node.attribute}
+            weights[Precision.INT8 if about["bits"] == 8 else Precision.INT4] += about["K"] * about["N"]
+            looked_up.update(node.input)
     for tensor in model.graph.initializer:
         if len(tensor.dims) == 2 and tensor.data_type in kinds and tensor.name not in looked_up:
             weights[kinds[tensor.data_type]] += math.prod(tensor.dims)

@@ -2,91 +2,53 @@
 
 from __future__ import annotations
 
-import re
+import logging
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeAlias
 
-from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source
+from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session
+from hasten.builder.attempt import Attempts, Original
 from hasten.builder.check import check_graph, check_tokenizer
-from hasten.builder.choose import GRAPH, MODULE, contenders, explain, rank
-from hasten.builder.detect import detect_task
-from hasten.builder.export import EXTERNAL_DATA_BYTES, IR_VERSION, OPSET, export
+from hasten.builder.choose import GRAPH, explain, front, rank
+from hasten.builder.export import IR_VERSION, OPSET, export
 from hasten.builder.given import LoadedGraph, load_graph
-from hasten.builder.load import LoadedModel, load_model, save_tokenizer
+from hasten.builder.load import load_model, save_tokenizer
+from hasten.builder.outline import Given, Outline, look
 from hasten.builder.passes import apply_passes, record
+from hasten.builder.search import Search, Trial
 from hasten.builder.source import ModelDirectory, find_model
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
-from hasten.bundle.write import check_target
-from hasten.core.cache import cache_directory
-from hasten.core.errors import AccuracyError, HastenError, PlanError, StageError, translate_os_errors
+from hasten.core.errors import AccuracyError, HastenError, StageError, translate_os_errors
 from hasten.core.hardware import Machine, this_machine
 from hasten.core.plan import Keep, Plan, Shapes
 from hasten.core.progress import Progress, Silent
 from hasten.core.report import Bench, Candidate, Pass, Report, Stage, Status, Verdict
+from hasten.core.targets import describe_target, find_target, target_of
+from hasten.core.tensors import Batch
 from hasten.core.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
 from hasten.core.version import __version__
+from hasten.graph import is_large
 from hasten.measure.bench import bench
-from hasten.measure.data import Data, read_data, sample_rows
-from hasten.measure.verify import Expectation, expect, verify
+from hasten.measure.fault import find_fault, is_finite
+from hasten.measure.rows import Rows, check_rows, choose_rows
+from hasten.measure.verify import Expectation, expect
 from hasten.predictor import Predictor
-from hasten.quantize.dynamic import quantize_dynamic
+from hasten.quantize.ways import needs_calibration
+
+logger = logging.getLogger("hasten")
 
 # Enough to see half a percent of flips; more would only make the bundle heavier.
 _STORED_REFERENCE_ROWS = 2000
 _STORED_REFERENCE_BYTES = 2**25
 # The two a bundle holds by default are the two whose other shapes matter.
 _FINALISTS = 2
-
-Original: TypeAlias = LoadedModel | LoadedGraph
-
-
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """What a build would do, before it does it."""
-
-    model: str
-    task: str
-    target: Path
-    # The backend that runs the original.
-    baseline: str
-    contenders: tuple[str, ...]
-    unavailable: tuple[Candidate, ...]
-
-
-def outline(plan: Plan, output: Path | None = None, *, force: bool = False) -> Outline:
-    """All that can be refused or resolved without the weights: `--dry-run`, and the first step of every build."""
-    return _look(plan, output, force=force, directory=None)[0]
-
-
-def _look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None) -> tuple[Outline, Data | None]:
-    """The outline, and the data that was read for it: a pipe can be read only once."""
-    if output is not None:
-        check_target(output, force=force)
-    data = read_data(plan.data, plan.columns) if plan.data is not None else None
-    model = find_model(plan, with_weights=False, directory=directory)
-    baseline = MODULE if model.graph is None else GRAPH
-    wanted, unavailable = contenders(plan, this_machine(), baseline)
-    task = detect_task(model, plan)
-    if data is not None:
-        task.parse(data.rows)
-    target = output or cache_directory() / "bundles" / _cache_name(model, directory)
-    names = tuple(variant.name for variant in wanted)
-    return Outline(model.id, task.name, target, baseline, names, tuple(unavailable)), data
-
-
-def _cache_name(model: ModelDirectory, directory: Path | None) -> str:
-    """A hub id as it is, flattened; a local model by its folder, one that lies nowhere by its name."""
-    if directory is not None:
-        return re.sub(r"[^\w.-]+", "-", model.id).strip("-.")
-    return model.id.replace("/", "--") if model.revision else Path(model.id).name or "model"
 
 
 def build(
@@ -101,7 +63,9 @@ def build(
 
     `directory` is where a model lies whose name in the plan is not an address.
     """
-    about, data = _look(plan, output, force=force, directory=directory)
+    about, given = look(plan, output, force=force, directory=directory)
+    for note in about.notes:
+        logger.warning("%s", note)
     temporary = Path(tempfile.gettempdir())
     doing = f"working in {temporary}"
     with (
@@ -109,22 +73,14 @@ def build(
         tempfile.TemporaryDirectory(prefix="hasten-") as work,
         translate_os_errors(doing, temporary),
     ):
-        return _Build(plan, about, data, Path(work), progress or Silent(), force or output is None, directory).run()
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """A variant that was made, and how it did."""
-
-    artifact: Artifact
-    verdict: Verdict
+        return _Build(plan, about, given, Path(work), progress or Silent(), force or output is None, directory).run()
 
 
 @dataclass
 class _Build:
     plan: Plan
     about: Outline
-    data: Data | None
+    given: Given
     work: Path
     progress: Progress
     force: bool
@@ -145,22 +101,25 @@ class _Build:
             notes += _kind_notes(model, loaded)
 
         with self._stage("reference") as notes:
-            rows = self.data.rows_for(loaded.task) if self.data else sample_rows(loaded.task)
+            chosen = self._choose_rows(loaded)
+            rows = chosen.evaluation
             original = self._original(loaded)
             gate, predictor = self.plan.gate, Predictor(loaded.task, tokenizer, original)
+            # Once more, now that all labels are known for sure: an adapter may bring its own.
+            check_rows(predictor.task, loaded.task, rows, gate, gate.needing_labels)
             expected = expect(predictor, rows, self.progress, metric=gate.metric)
-            if expected.metric is None and (gate.max_drop is not None or gate.metric is not None):
-                raise PlanError(f"{self.plan.data} has no labels, so no metric can be measured on it")
-            notes.append(f"{len(rows)} rows answered by {loaded.baseline}")
+            notes += [f"{len(rows)} rows answered by {loaded.baseline}", *chosen.notes]
             if expected.metric is not None:
                 notes.append(f"{expected.metric.name} {expected.metric.value:.4f}")
 
         with self._stage("export") as notes:
             exported = self._export(loaded, notes)
+            self._refuse_non_finite(exported, loaded, expected)
             # A graph that tracing froze is large, and fusing it would take minutes.
             with self._open_graph(exported, loaded) as session:
                 is_exact = loaded.precision is Precision.FP32
-                check_graph(session, original, expected.encoded.batch, is_exact=is_exact, is_brief=True)
+                fault = self._fault(exported, loaded)
+                check_graph(session, original, expected.encoded.batch, is_exact=is_exact, is_brief=True, fault=fault)
             made = {dialect: self._made_from(dialect) for dialect in (Dialect.ONNX, Dialect.ORT)}
             self.passes.append(
                 record("export", None, exported, variants=[*made[Dialect.ONNX], *made[Dialect.ORT]], notes=notes)
@@ -171,7 +130,7 @@ class _Build:
                 exported,
                 self.work,
                 loaded.config,
-                external_data=_is_large(exported),
+                external_data=is_large(exported),
                 pads_left=loaded.signature.pads_left,
                 made=made,
             )
@@ -179,14 +138,33 @@ class _Build:
             notes += dict.fromkeys(note for done in graphs.passes for note in done.notes)
 
         with self._stage("check") as notes, self._open_graph(graphs.plain, loaded) as session:
-            checked = check_graph(session, original, expected.encoded.batch, is_exact=is_exact)
+            fault = self._fault(graphs.plain, loaded)
+            checked = check_graph(session, original, expected.encoded.batch, is_exact=is_exact, fault=fault)
             notes.append(f"the graph {f'equals {loaded.baseline}' if is_exact else 'answers'} at {', '.join(checked)}")
 
-        with self._stage("make and verify") as notes:
-            trials, failed = self._try_all(loaded, tokenizer, graphs.by_dialect(), expected)
-            eligible = {variant: trial for variant, trial in trials.items() if trial.verdict.passed}
-            notes.append(f"{len(eligible)} of {len(trials)} variants agree with the original")
-        refused = (*_inaccurate(trials), *failed, *self.about.unavailable)
+        with self._stage("search") as notes:
+            asked = self.plan.target
+            target = find_target(asked) if asked is not None else target_of(self.machine)
+            attempts = Attempts(
+                plan=self.plan,
+                loaded=loaded,
+                tokenizer=tokenizer,
+                graphs=graphs.by_dialect(),
+                expected=expected,
+                calibration_rows=chosen.calibration,
+                target=target,
+                work=self.work,
+                progress=self.progress,
+                given=self.given.recipe,
+            )
+            search = self._search(attempts)
+            eligible = {variant: trial for variant, trial in search.trials.items() if trial.verdict.passed}
+            notes.append(f"{len(eligible)} of {len(search.trials)} variants answer like the original")
+            notes += attempts.notes
+            if attempts.recipes:
+                notes += describe_target(target, self.machine)
+            self.passes += attempts.passes
+        refused = (*_inaccurate(search.trials), *search.failed, *self.about.unavailable)
         if not any(BACKENDS.get(variant.backend).is_stored for variant in eligible):
             raise AccuracyError(
                 f"no variant of {model.id} may be used", hint="the gate is set by --min-agreement and --max-drop",
@@ -196,7 +174,7 @@ class _Build:
         with self._stage("benchmark") as notes:
             shapes = self._shapes(loaded, notes)
             racing = {variant: trial.artifact for variant, trial in eligible.items()}
-            baseline = racing.pop(loaded.baseline, None) or self._make(loaded.baseline, loaded.source)
+            baseline = racing.pop(loaded.baseline, None) or attempts.make(loaded.baseline)
             measured = bench(
                 [baseline, *racing.values()],
                 shapes.corners(),
@@ -211,9 +189,10 @@ class _Build:
         verdicts = {variant: trial.verdict for variant, trial in eligible.items()}
         if loaded.baseline not in verdicts:
             refused = (Candidate(loaded.baseline.name, Status.BASELINE, "the original"), *refused)
+        kept = ranking if self.plan.keep is Keep.ALL else ranking[:2]
+        self.passes = _of_stored(self.passes, [variant.name for variant in kept])
         report = self._report(measured, ranking, shapes, verdicts, refused)
         with self._stage("write"), BundleWriter(self.about.target, force=self.force) as writer:
-            kept = ranking if self.plan.keep is Keep.ALL else ranking[:2]
             stored_graphs = {MODEL: writer.add_graph(graphs.plain)}
             for variant in kept:
                 writer.add_variant(eligible[variant].artifact)
@@ -221,7 +200,9 @@ class _Build:
             stored = rows[: _stored_rows(expected)]
             writer.add_reference(stored, expected.first(len(stored), loaded.signature))
             writer.add_report(report)
-            return writer.commit(self._manifest(model, loaded, stored_graphs, [eligible[variant] for variant in kept]))
+            return writer.commit(
+                self._manifest(model, loaded, stored_graphs, [attempts.entry(eligible[variant]) for variant in kept])
+            )
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[list[str]]:
@@ -243,13 +224,19 @@ class _Build:
 
     def _made_from(self, dialect: Dialect) -> list[str]:
         """The contenders that start from a graph of this dialect."""
-        names = self.about.contenders
+        names = (*self.about.contenders, *self.about.further)
         return [name for name in names if BACKENDS.get(Variant.parse(name).backend).dialect is dialect]
 
     def _folder(self, name: str) -> Path:
         folder = self.work / name
         folder.mkdir()
         return folder
+
+    def _choose_rows(self, loaded: Original) -> Rows:
+        """Rows are set aside for calibration only where something is calibrated."""
+        names = (*self.about.contenders, *self.about.further)
+        is_needed = loaded.precision is Precision.FP32 and any(needs_calibration(Variant.parse(name)) for name in names)
+        return choose_rows(loaded.task, self.given.data, self.given.calibration, is_needed=is_needed)
 
     def _load(self, model: ModelDirectory) -> Original:
         if model.graph is not None:
@@ -281,51 +268,35 @@ class _Build:
         notes.append(f"opset {OPSET}, IR {IR_VERSION}")
         return exported
 
+    def _graph(self, graph: Path, loaded: Original) -> Artifact:
+        return Artifact(Variant(GRAPH, loaded.precision), loaded.signature, graph.parent, {MODEL: graph.name})
+
+    def _fault(self, graph: Path, loaded: Original) -> Callable[[Batch], str | None]:
+        return lambda rows: find_fault(self._graph(graph, loaded), rows, RunOptions(self.plan.threads))
+
     def _open_graph(self, graph: Path, loaded: Original) -> Session:
-        variant = Variant(GRAPH, loaded.precision)
-        artifact = Artifact(variant, loaded.signature, graph.parent, {MODEL: graph.name})
-        return BACKENDS.get(variant.backend).open(artifact, RunOptions(self.plan.threads))
+        return BACKENDS.get(GRAPH).open(self._graph(graph, loaded), RunOptions(self.plan.threads))
 
-    def _make(self, variant: Variant, source: Source) -> Artifact:
-        return BACKENDS.get(variant.backend).make(source, variant, self._folder(variant.name))
+    def _refuse_non_finite(self, graph: Path, loaded: Original, expected: Expectation) -> None:
+        """Of a model that answers with no numbers itself, nothing can be proven."""
+        if is_finite(expected.outputs):
+            return
+        operator = self._fault(graph, loaded)(expected.encoded.batch)
+        where = f": first at {operator}" if operator is not None else ""
+        raise AccuracyError(f"{loaded.baseline} itself answers with numbers that are not finite{where}")
 
-    def _prepare(self, variant: Variant, loaded: Original, graphs: Mapping[Dialect, Path]) -> Source:
-        """The model in the form this variant is made from: its dialect and, where graphs carry it, its precision."""
-        dialect = BACKENDS.get(variant.backend).dialect
-        if dialect is Dialect.MODULE or variant == loaded.baseline:
-            return loaded.source
-        graph = graphs[dialect]
-        if dialect is Dialect.ORT and variant.precision is Precision.INT8 and loaded.precision is Precision.FP32:
-            quantized = self._folder(f"{variant.name}-graph") / graph.name
-            quantize_dynamic(graph, quantized, external_data=_is_large(graph))
-            self.passes.append(record("quantize", graph, quantized, variants=[variant.name]))
-            graph = quantized
-        return Source(loaded.signature, {MODEL: graph})
-
-    def _try_all(
-        self, loaded: Original, tokenizer: Tokenizer, graphs: Mapping[Dialect, Path], expected: Expectation
-    ) -> tuple[dict[Variant, _Trial], list[Candidate]]:
-        """Make and verify each contender. One that fails is recorded if we picked it, an error if the user did."""
-        trials: dict[Variant, _Trial] = {}
-        failed: list[Candidate] = []
+    def _search(self, attempts: Attempts) -> Search:
+        search = Search(attempts, attempts.most_sensitive, self.plan.budget_s, self.progress)
         wanted = [Variant.parse(name) for name in self.about.contenders]
-        if isinstance(loaded, LoadedGraph) and not self.plan.variants:
-            wanted.insert(0, loaded.baseline)  # what was given may already be the fastest
-        for variant in wanted:
-            try:
-                artifact = self._make(variant, self._prepare(variant, loaded, graphs))
-                with BACKENDS.get(variant.backend).open(artifact, RunOptions(self.plan.threads)) as session:
-                    if session.spec.precision != variant.precision:
-                        raise StageError(f"{variant} really computes in {session.spec.precision} here")
-                    predictor = Predictor(loaded.task, tokenizer, session)
-                    trials[variant] = _Trial(
-                        artifact, verify(predictor, variant.name, expected, self.plan.gate, self.progress)
-                    )
-            except StageError as error:
-                if self.plan.variants:
-                    raise
-                failed.append(Candidate(variant.name, Status.FAILED, error.message))
-        return trials, failed
+        if self.plan.variants or self.given.recipe is not None:
+            search.try_asked(wanted)
+            return search
+        if isinstance(attempts.loaded, LoadedGraph):
+            wanted.insert(0, attempts.loaded.baseline)  # what was given may already be the fastest
+        # A model that comes quantized is not quantized again.
+        is_whole = attempts.loaded.precision is Precision.FP32
+        search.try_offered(wanted, [Variant.parse(name) for name in self.about.further] if is_whole else [])
+        return search
 
     def _report(
         self,
@@ -335,19 +306,22 @@ class _Build:
         verdicts: Mapping[Variant, Verdict],
         others: Sequence[Candidate],
     ) -> Report:
+        candidates = (*explain(ranking, measured, shapes.optimal, verdicts), *others)
         return Report(
             plan=self.plan,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             machine=self.machine,
             stages=tuple(self.stages),
-            candidates=(*explain(ranking, measured, shapes.optimal, verdicts), *others),
+            candidates=candidates,
             bench=measured,
             chosen=ranking[0].name,
             passes=tuple(self.passes),
+            front=front(candidates, measured, shapes.optimal),
+            notes=self.about.notes,
         )
 
     def _manifest(
-        self, model: ModelDirectory, loaded: Original, graphs: dict[str, str], kept: Sequence[_Trial]
+        self, model: ModelDirectory, loaded: Original, graphs: dict[str, str], kept: Sequence[VariantEntry]
     ) -> Manifest:
         return Manifest(
             schema=SCHEMA,
@@ -358,7 +332,7 @@ class _Build:
             tokenizer=loaded.tokenizer,
             signature=loaded.signature,
             graphs=graphs,
-            variants=tuple(_entry(trial) for trial in kept),
+            variants=tuple(kept),
             gate=self.plan.gate,
             machine=self.machine,
             files={},
@@ -382,28 +356,15 @@ def _stored_rows(expected: Expectation) -> int:
     return min(_STORED_REFERENCE_ROWS, max(16, expected.encoded.items * _STORED_REFERENCE_BYTES // max(1, size)))
 
 
-def _entry(trial: _Trial) -> VariantEntry:
-    variant = trial.artifact.variant
-    return VariantEntry(
-        name=variant.name,
-        backend=variant.backend,
-        precision=variant.precision,
-        device=variant.device,
-        requires=BACKENDS.get(variant.backend).requires,
-        graphs=dict(trial.artifact.graphs),
-        agreement=trial.verdict.agreement,
-        metric=trial.verdict.metric,
-    )
+def _of_stored(passes: Sequence[Pass], stored: Sequence[str]) -> list[Pass]:
+    """What was done to the graphs a bundle holds; a search makes many others."""
+    own = [replace(done, variants=tuple(name for name in done.variants if name in stored)) for done in passes]
+    return [now for now, before in zip(own, passes, strict=True) if now.variants or not before.variants]
 
 
-def _inaccurate(trials: Mapping[Variant, _Trial]) -> list[Candidate]:
+def _inaccurate(trials: Mapping[Variant, Trial]) -> list[Candidate]:
     return [
         Candidate(variant.name, Status.INACCURATE, trial.verdict.reason, trial.verdict)
         for variant, trial in trials.items()
         if not trial.verdict.passed
     ]
-
-
-def _is_large(graph: Path) -> bool:
-    size = sum(file.stat().st_size for file in graph.parent.glob(f"{graph.name}*"))
-    return size > EXTERNAL_DATA_BYTES

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
 
 from hasten.backends import Session
-from hasten.core.errors import StageError
+from hasten.core.errors import AccuracyError, StageError
 from hasten.core.tensors import Batch, FloatArray, Signature, tiled
 from hasten.core.tokenizer import Tokenizer
 from hasten.measure.data import sample_texts
+from hasten.measure.fault import is_finite
 from hasten.measure.verify import FP32_TOLERANCE
 
 _CHECKED_PAIRS = 40
@@ -20,9 +21,17 @@ _UNSOUND = "this architecture does not export soundly; please report it"
 
 
 def check_graph(
-    graph: Session, original: Session, rows: Batch, *, is_exact: bool = True, is_brief: bool = False
+    graph: Session,
+    original: Session,
+    rows: Batch,
+    *,
+    is_exact: bool = True,
+    is_brief: bool = False,
+    fault: Callable[[Batch], str | None] = lambda _: None,
 ) -> list[str]:
     """Raise on the first shape where the graph answers differently; returns what was checked.
+
+    `fault` names the operator from which on numbers are not finite.
 
     Of one that is not exact, only that it answers: what dynamic int8 says depends on who else is in the batch. A brief
     check looks at one shape that is not the example's: what tracing froze shows there.
@@ -35,6 +44,10 @@ def check_graph(
             ours = graph.run(batch)
         except StageError as error:
             raise StageError(f"the graph is wrong at {name}: it fails", hint=_UNSOUND) from error
+        if not is_finite(ours):
+            operator = fault(batch)
+            first = f": first at {operator}" if operator is not None else ""
+            raise AccuracyError(f"the graph is wrong at {name}: it gives numbers that are not finite{first}")
         for output in signature.outputs:
             where = f"{name}, output '{output.name}'"
             _compare(ours[output.name], theirs[output.name] if is_exact else ours[output.name], where)
@@ -66,10 +79,9 @@ def _ragged(rows: Batch, signature: Signature) -> Batch:
 def _compare(ours: FloatArray, theirs: FloatArray, where: str, hint: str = _UNSOUND) -> None:
     if ours.shape != theirs.shape:
         raise StageError(f"the graph is wrong at {where}: shape {ours.shape} instead of {theirs.shape}")
-    if not np.isfinite(ours).all():
-        raise StageError(f"the graph is wrong at {where}: it gives numbers that are not finite")
     error = float(np.abs(ours - theirs).max(initial=0.0))
-    if error > FP32_TOLERANCE * float(np.abs(theirs).max(initial=1.0)):
+    # Not the other way round: what is no number is not larger than anything.
+    if not error <= FP32_TOLERANCE * float(np.abs(theirs).max(initial=1.0)):
         raise StageError(f"the graph is wrong at {where}: it differs by {error:.2g}", hint=hint)
 
 

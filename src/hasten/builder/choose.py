@@ -11,20 +11,25 @@ from hasten.core.plan import Plan
 from hasten.core.report import Bench, Candidate, Status, Verdict
 from hasten.core.tensors import Shape
 from hasten.core.variant import Variant
+from hasten.quantize.recipe import Recipe
+from hasten.quantize.ways import check_ways
 
 # What runs the original: the PyTorch module or, where the model came as one, the graph as it is.
 MODULE = "torch"
 GRAPH = "graph"
 
 
-def contenders(plan: Plan, machine: Machine, baseline: str) -> tuple[list[Variant], list[Candidate]]:
+def contenders(
+    plan: Plan, machine: Machine, baseline: str, recipe: Recipe | None = None
+) -> tuple[list[Variant], list[Candidate]]:
     """The variants to try, PyTorch as the baseline left out, and those that cannot run here with the reason.
 
     An explicit choice that cannot run is an error; an automatic one is recorded and passed over.
     """
-    asked = [Variant.parse(name) for name in plan.variants]
+    asked = [Variant.parse(name) for name in ((recipe.variant,) if recipe is not None else plan.variants)]
     if asked:
         for variant in asked:
+            check_ways(variant)
             support = BACKENDS.get(variant.backend).probe(machine, variant)
             if not support.ok:
                 raise UnsupportedError(f"{variant} does not run here: {support.reason}", hint=support.hint or None)
@@ -83,3 +88,25 @@ def explain(
             reason = f"{slower:.2f}× as long as {winner} at {shape}"
             lines.append(Candidate(variant.name, Status.ELIGIBLE, reason, verdict))
     return lines
+
+
+def front(candidates: Sequence[Candidate], bench: Bench, shape: Shape) -> tuple[str, ...]:
+    """The variants than which none is both faster and nearer to the original, the fastest first."""
+    timings = bench.at(shape)
+    judged = [
+        (timings[c.variant].p50_ms, _loss(c.verdict), c.variant)
+        for c in candidates
+        if c.verdict and c.variant in timings
+    ]
+    best: list[str] = []
+    least = float("inf")
+    for _, loss, variant in sorted(judged):
+        if loss < least:
+            best.append(variant)
+            least = loss
+    return tuple(best)
+
+
+def _loss(verdict: Verdict) -> float:
+    """What was lost of the answers: in points of the metric where it is known, in agreement where not."""
+    return verdict.drop if verdict.drop is not None else 1.0 - verdict.agreement.value

@@ -6,7 +6,8 @@ from hasten.builder.cross_encoder import is_cross_encoder
 from hasten.builder.source import ModelDirectory
 from hasten.core.errors import PlanError
 from hasten.core.plan import Plan
-from hasten.tasks import TASKS, AnyTask
+from hasten.core.tensors import MASKS
+from hasten.tasks import TASKS, AnyTask, TaskSpec
 
 EMBEDDING = "sentence-similarity"
 RANKING = "text-ranking"
@@ -29,6 +30,45 @@ def detect_task(model: ModelDirectory, plan: Plan) -> AnyTask:
         fits = f"; it fits {found}" if found and found != task.name else ""
         raise PlanError(f"{model.id} is a {model.architecture}, which has no head for {task.name}{fits}")
     return task
+
+
+def foresee(model: ModelDirectory, task: AnyTask, plan: Plan) -> TaskSpec | None:
+    """What rows are read by, as far as the files beside the weights tell; None where only loading does."""
+    if task.auto_class.endswith("Classification"):
+        labels = _labels(model, plan)
+        problem = model.config.get("problem_type") or ""
+        return None if labels is None else TaskSpec(task.name, labels=labels, problem=problem)
+    if MASKS in task.axes:
+        token = _mask_token(model)
+        return None if token is None else TaskSpec(task.name, mask_token=token)
+    return TaskSpec(task.name)
+
+
+def _labels(model: ModelDirectory, plan: Plan) -> tuple[str, ...] | None:
+    named = model.config.get("id2label")
+    if model.base is not None:
+        return None  # the head, and how many labels it has, may be the adapter's own
+    if isinstance(named, dict):
+        found = [named.get(str(index)) for index in range(len(named))]
+        return None if None in found else tuple(map(str, found))
+    # Where a configuration names none, its class does.
+    try:
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=plan.trust_remote_code)
+    except Exception:  # loading the model says what is wrong with it
+        return None
+    return tuple(str(config.id2label[index]) for index in range(config.num_labels))
+
+
+def _mask_token(model: ModelDirectory) -> str | None:
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        about = model.json(file)
+        token = about.get("mask_token") if isinstance(about, dict) else None
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and token:
+            return token
+    return None
 
 
 def _find(model: ModelDirectory) -> str | None:

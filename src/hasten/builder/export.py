@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.builder.load import LoadedModel, quiet_libraries
 from hasten.core.errors import StageError, missing_package
+from hasten.graph import EXTERNAL_DATA_BYTES
 
 if TYPE_CHECKING:
     from hasten.builder.head import Exportable
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
 # The oldest runtime we support (ONNX Runtime 1.14, in tritonserver of 2023) reads these; newer ones read them too.
 OPSET = 17
 IR_VERSION = 8
-
-# One protobuf file cannot pass 2 GiB; beyond this the weights lie beside the graph.
-EXTERNAL_DATA_BYTES = 2**31 - 2**27
 
 
 def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERNAL_DATA_BYTES) -> None:

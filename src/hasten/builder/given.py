@@ -15,7 +15,6 @@ import numpy as np
 from hasten.backends import BACKENDS, MODEL, Artifact, RunOptions, Source
 from hasten.backends.onnxruntime import stored_precision
 from hasten.builder.detect import EMBEDDING, detect_task
-from hasten.builder.export import EXTERNAL_DATA_BYTES
 from hasten.builder.load import Facts, Loaded, first_line, load_tokenizer, quiet_libraries, read_facts
 from hasten.builder.sentence_layout import SentenceLayout, read_layout
 from hasten.builder.source import ModelDirectory
@@ -23,6 +22,7 @@ from hasten.core.errors import StageError, UnsupportedError, missing_package
 from hasten.core.plan import Plan
 from hasten.core.tensors import ATTENTION_MASK, Batch, DType, TensorSpec
 from hasten.core.variant import Precision, Variant
+from hasten.graph import EXTERNAL_DATA_BYTES
 from hasten.tasks import AnyTask
 
 if TYPE_CHECKING:

@@ -47,6 +47,10 @@ class VariantEntry:
     graphs: dict[str, str]
     agreement: Agreement
     metric: Metric | None = None
+    # Whether a row may be answered otherwise beside other rows: where they share a scale, as in dynamic int8.
+    depends_on_batch: bool = False
+    # It computes right only where the processor has any of these; empty: anywhere.
+    instructions: tuple[str, ...] = ()
 
     @property
     def variant(self) -> Variant:

@@ -109,6 +109,7 @@ def _explain(error: HastenError, as_json: bool) -> int:
         console.print_json(error_document(error))
     elif isinstance(error, AccuracyError) and error.candidates:
         console.print_candidates(error.candidates)
+        console.print_notes((), error.candidates)
     print(f"error: {error.message}", file=sys.stderr)
     if error.hint:
         print(f"  hint: {error.hint}", file=sys.stderr)

@@ -26,12 +26,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="jsonl, json, csv, tsv, parquet, a folder, datasets:NAME:SPLIT to judge on (default: a built-in sample)",
     )
+    gate.add_argument(
+        "--calibration", metavar="FILE", help="rows to quantize by, as --data but without labels (default: some of it)"
+    )
     gate.add_argument("--columns", metavar="NAME=COLUMN,…", help="what the data calls them: text=sentence,label=stars")
     gate.add_argument("--min-agreement", type=float, metavar="SHARE", help="same labels, or mean cosine, at least")
     gate.add_argument("--max-drop", type=float, metavar="POINTS", help="largest loss of the metric; needs labels")
     gate.add_argument("--metric", metavar="NAME", help="the one --max-drop goes by: macro-f1, … (default: the task's)")
     parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="try these only: onnxruntime-fp32 …")
     parser.add_argument("--keep", choices=("best", "all"), default="best", help="store the best two variants, or all")
+    parser.add_argument("--recipe", metavar="TOML", help="make the variant of this recipe again, instead of searching")
+    parser.add_argument("--budget", default="5m", metavar="TIME", help="time for the search (default: 5m)")
+    parser.add_argument(
+        "--target", metavar="CPU", help="amx, avx512_vnni, avx512, avx2 or arm64 (default: this machine)"
+    )
     parser.add_argument("--bench-budget", default="30s", metavar="TIME", help="time for the benchmark (default: 30s)")
     parser.add_argument("--threads", type=int, metavar="N", help="default: all cores this process may use")
     parser.add_argument("--force", action="store_true", help="replace the bundle at the output")
@@ -55,15 +63,22 @@ def main(args: argparse.Namespace) -> int:
         ),
         variants=tuple(args.variants),
         data=args.data,
+        calibration=args.calibration,
         columns=parse_columns(args.columns) if args.columns is not None else {},
         gate=Gate(args.min_agreement, args.max_drop, args.metric),
+        recipe=args.recipe,
+        budget_s=parse_duration(args.budget),
         bench_budget_s=parse_duration(args.bench_budget),
         threads=args.threads,
         keep=Keep(args.keep),
+        target=args.target,
         allow_pickle=args.allow_pickle,
         trust_remote_code=args.trust_remote_code,
     )
-    from hasten.builder.build import build, outline
+    from rich.markup import escape
+
+    from hasten.builder.build import build
+    from hasten.builder.outline import outline
     from hasten.cli import console
 
     if args.dry_run:
@@ -73,10 +88,14 @@ def main(args: argparse.Namespace) -> int:
         else:
             console.out.print(f"model   {about.model} ({about.task})")
             console.out.print(f"try     {', '.join(about.contenders)}")
+            if about.further:
+                console.out.print(f"then    {', '.join(about.further)}, as far as {args.budget} go")
             console.out.print(f"against {about.baseline}")
             for candidate in about.unavailable:
                 console.out.print(f"        [dim]not {candidate.variant}: {candidate.reason}[/]")
             console.out.print(f"write   {about.target}", highlight=False)
+            for note in about.notes:
+                console.out.print(f"[yellow]{escape(note)}[/]", highlight=False)
         return 0
     bundle = build(plan, args.output, force=args.force, progress=console.display(args.quiet))
     if args.json:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from rich.console import Console
@@ -20,7 +21,7 @@ from hasten.core.progress import Progress, Silent
 from hasten.core.report import Bench, Candidate, Report, Status, Timing
 from hasten.core.tensors import Shape
 from hasten.measure.bench import BUSY_SHARE
-from hasten.measure.verify import FP32_TOLERANCE, GRAPH
+from hasten.measure.verify import FP32_TOLERANCE, GRAPH, chance, points
 from hasten.tasks import Row
 
 # A log or a pipe has no width of its own; tables keep their columns there.
@@ -36,8 +37,9 @@ _STYLES = {
     Status.INACCURATE: "red",
     Status.FAILED: "red",
     Status.UNAVAILABLE: "dim",
+    Status.SKIPPED: "dim",
 }
-_MARKS = {Status.CHOSEN: "★", Status.INACCURATE: "✗", Status.FAILED: "✗", Status.UNAVAILABLE: "–"}
+_MARKS = {Status.CHOSEN: "★", Status.INACCURATE: "✗", Status.FAILED: "✗", Status.UNAVAILABLE: "–", Status.SKIPPED: "–"}
 
 
 class Display:
@@ -121,11 +123,13 @@ def print_report(report: Report) -> None:
         "memory",
         "size",
     ):
-        table.add_column(name, justify="right" if name in ("p50", "load", "memory", "size") else "left")
+        justify: Literal["left", "right"] = "right" if name in ("p50", "load", "memory", "size") else "left"
+        # Half a name names nothing: rather let the sentence beside it wrap.
+        table.add_column(name, justify=justify, no_wrap=name == "variant")
     for candidate in _by_speed(report.candidates, at_optimal):
         timing, size = at_optimal.get(candidate.variant), sizes.get(candidate.variant)
         table.add_row(
-            _MARKS.get(candidate.status, ""),
+            _MARKS.get(candidate.status, "•" if candidate.variant in report.front else ""),
             candidate.variant,
             _answers(candidate),
             f"{timing.p50_ms:.2f} ms" if timing else "",
@@ -137,8 +141,10 @@ def print_report(report: Report) -> None:
         )
     out.print(table)
     print_metrics(report.candidates)
+    print_batches(report.candidates)
     print_shapes(report.bench, skip=optimal)
     out.print(f"[dim]{report.machine}[/]")
+    print_notes(report.notes, report.candidates)
     print_busy(report.bench)
 
 
@@ -219,11 +225,13 @@ def print_verdicts(candidates: Sequence[Candidate], rows: Sequence[Row]) -> None
             "" if agreement.cosine_mean is None else f"{agreement.cosine_mean:.5f}",
             f"{agreement.max_error:.1e}",
             "" if verdict.metric is None else f"{verdict.metric.value:.4f}",
-            "" if verdict.drop is None else f"{verdict.drop:+.2f}",
+            "" if verdict.drop is None else points(verdict.drop) + chance(verdict.drop_interval),
             candidate.reason,
         )
     out.print(table)
     print_metrics(candidates)
+    print_batches(candidates)
+    print_notes((), candidates)
     for verdict in verdicts:
         if verdict.variant != GRAPH and verdict.agreement.worst and verdict.agreement.max_error > FP32_TOLERANCE:
             row = json.dumps(rows[verdict.agreement.worst[0]], ensure_ascii=False)
@@ -244,6 +252,34 @@ def print_metrics(candidates: Sequence[Candidate]) -> None:
         values = (metric.value, *(metric.also[name] for name in reference.also))
         table.add_row(variant, *(f"{value:.4f}" for value in values))
     out.print(table)
+
+
+def print_batches(candidates: Sequence[Candidate]) -> None:
+    """How variants did at each batch size, where that makes a difference to their answers."""
+    verdicts = [candidate.verdict for candidate in candidates if candidate.verdict and candidate.verdict.by_batch]
+    if not verdicts:
+        return
+    table = plain_table("in batches of different size")
+    for name in ("variant", "batch", "agreement", "flips", "drop"):
+        table.add_column(name, justify="left" if name == "variant" else "right")
+    for verdict in verdicts:
+        for entry in verdict.by_batch:
+            table.add_row(
+                verdict.variant if entry is verdict.by_batch[0] else "",
+                str(entry.size),
+                f"{entry.agreement:.5f}",
+                "" if entry.flips is None else str(entry.flips),
+                "" if entry.drop is None else points(entry.drop),
+            )
+    out.print(table)
+
+
+def print_notes(notes: Sequence[str], candidates: Sequence[Candidate]) -> None:
+    """What a person should know before believing the numbers."""
+    # What was refused needs no grain of salt.
+    verdicts = [candidate.verdict for candidate in candidates if candidate.verdict and candidate.verdict.passed]
+    for note in (*notes, *(f"{verdict.variant}: {note}" for verdict in verdicts for note in verdict.notes)):
+        out.print(note, style="yellow", highlight=False, markup=False)
 
 
 def print_footprints(bench: Bench) -> None:

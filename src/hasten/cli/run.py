@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--columns", metavar="NAME=COLUMN,…", help="what the file calls them: text=sentence")
     parser.add_argument("--variant", help="default: the fastest that runs here")
+    parser.add_argument("--strict", action="store_true", help="prove first, here, that it answers like the original")
     parser.add_argument("--threads", type=int, metavar="N")
     parser.add_argument(
         "-O", "--option", action="append", default=[], metavar="NAME=VALUE", help="of the task: -O top_k=3"
@@ -36,10 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    from hasten.api import load
     from hasten.cli import console
     from hasten.core.errors import InputError
     from hasten.core.plan import parse_columns
-    from hasten.predictor import load
+    from hasten.measure.data import check_columns
 
     if [bool(args.text), bool(args.field), bool(args.input)].count(True) != 1:
         raise InputError("give texts, or --field, or a file with --input", hint='hasten run BUNDLE "some text"')
@@ -49,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     console.display(args.quiet)
     options = dict(_option(text) for text in args.option)
     payload = args.text or [_item(args.field)]
-    with load(args.bundle, args.variant, threads=args.threads) as predictor:
+    with load(args.bundle, args.variant, threads=args.threads, strict=args.strict) as predictor:
         if not args.input:
             answers = predictor(payload, **options)
             if args.json:
@@ -57,6 +59,7 @@ def main(args: argparse.Namespace) -> int:
             else:
                 _print_answers(payload, answers)
             return 0
+        check_columns(columns, predictor.task)
         for rows in _chunks(args.input, columns):
             for answer in predictor(rows, **options):
                 sys.stdout.write(_one_line(answer) + "\n")

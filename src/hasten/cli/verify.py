@@ -28,8 +28,9 @@ def main(args: argparse.Namespace) -> int:
     from hasten.cli import console
     from hasten.core.errors import AccuracyError, PlanError, UnsupportedError
     from hasten.core.plan import Gate, parse_columns
-    from hasten.measure.data import read_rows
+    from hasten.measure.data import check_columns, read_rows
     from hasten.measure.verify import GRAPH, reverify
+    from hasten.tasks import TASKS
 
     if args.columns is not None and args.data is None:
         raise PlanError("--columns is about a data file, and there is none", hint="--data file.csv")
@@ -37,6 +38,7 @@ def main(args: argparse.Namespace) -> int:
     gate = Gate(args.min_agreement, args.max_drop, args.metric)
     progress = console.display(args.quiet)
     bundle = open_bundle(args.bundle)
+    check_columns(columns, TASKS.get(bundle.manifest.task.name))
     rows = read_rows(args.data, columns, bundle.manifest.task) if args.data is not None else None
     candidates = reverify(bundle, rows, gate, args.variant, args.threads, progress)
     if args.json:

@@ -10,6 +10,11 @@ from hasten.core.tensors import IntArray
 TOKEN_BUDGET = 2048
 
 
+def in_order(rows: int, size: int) -> list[IntArray]:
+    """So many at a time, as they come."""
+    return [np.arange(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
 def by_length(lengths: IntArray, *, budget: int = TOKEN_BUDGET, max_rows: int = 64) -> list[IntArray]:
     """Group rows of similar length so that a padded batch costs at most `budget` positions, padding included.
 

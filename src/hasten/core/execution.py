@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -28,3 +29,26 @@ class Trial:
     def elsewhere(self) -> tuple[Execution, ...]:
         """What ran on something else than asked for."""
         return tuple(execution for execution in self.executed if execution.on != self.asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An operator of a graph, by the names of the tensors it reads and writes."""
+
+    operator: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+def origin(steps: Sequence[Step], outputs: Iterable[str], broken: Container[str]) -> str | None:
+    """Where broken outputs begin: the first operator, of steps in the order they run, that they can be traced back to.
+
+    What is broken and reaches no output does not count: minus infinity in a mask is meant.
+    """
+    traced = {name for name in outputs if name in broken}
+    first = None
+    for step in reversed(steps):
+        if not traced.isdisjoint(step.writes):
+            first = step.operator
+            traced.update(name for name in step.reads if name in broken)
+    return first

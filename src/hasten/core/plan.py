@@ -8,6 +8,7 @@ from enum import StrEnum
 from itertools import product
 
 from hasten.core.errors import PlanError
+from hasten.core.targets import find_target
 from hasten.core.tensors import Shape
 
 
@@ -54,6 +55,11 @@ class Shapes:
     def optimal(self) -> Shape:
         return Shape(self.batch.opt, self.sequence.opt)
 
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """How many rows come at a time: one, most often, at most."""
+        return tuple(sorted({1, self.batch.opt, self.batch.max}))
+
     def corners(self) -> list[Shape]:
         """The optimal shape first, then smallest and largest of each size."""
         sizes = product((self.batch.min, self.batch.max), (self.sequence.min, self.sequence.max))
@@ -83,6 +89,12 @@ class Gate:
                 f"--max-drop {self.max_drop} is not zero or more", hint="it is a loss in points, such as 0.5"
             )
 
+    @property
+    def needing_labels(self) -> str | None:
+        """The option that can be met only where there are labels, if one was given."""
+        asked = {"--max-drop": self.max_drop, "--metric": self.metric}
+        return next((flag for flag, value in asked.items() if value is not None), None)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -95,26 +107,42 @@ class Plan:
     shapes: Shapes = field(default_factory=Shapes)
     variants: tuple[str, ...] = ()
     data: str | None = None
+    # Rows to quantize by, which need no labels; without them some of the data's are set aside.
+    calibration: str | None = None
     # What the task calls a column to what the data calls it.
     columns: dict[str, str] = field(default_factory=dict)
     gate: Gate = field(default_factory=Gate)
+    # A recipe to repeat, instead of a search.
+    recipe: str | None = None
+    budget_s: float = 300.0
     bench_budget_s: float = 30.0
     threads: int | None = None
     keep: Keep = Keep.BEST
+    # The processor graphs are quantized for; None stands for this one.
+    target: str | None = None
     allow_pickle: bool = False
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        if self.target is not None:
+            find_target(self.target)
         if self.threads is not None and self.threads < 1:
             raise PlanError(f"--threads {self.threads} is less than one")
+        if not self.budget_s > 0:
+            raise PlanError("the search's budget must be more than nothing", hint="--budget 5m")
+        if self.recipe is not None and self.variants:
+            raise PlanError("--recipe names its variant, and --variants another", hint="leave one of them out")
         if not self.bench_budget_s > 0:
             raise PlanError("the benchmark's budget must be more than nothing", hint="--bench-budget 30s")
-        if self.gate.max_drop is not None and self.data is None:
-            raise PlanError("--max-drop needs labelled data to measure a drop on", hint="--data file.jsonl")
-        if self.gate.metric is not None and self.data is None:
-            raise PlanError("--metric needs labelled data to measure it on", hint="--data file.jsonl")
-        if self.columns and self.data is None:
+        if (option := self.gate.needing_labels) is not None and self.data is None:
+            raise PlanError(f"{option} needs labelled data to measure it on", hint="--data file.jsonl")
+        if self.columns and self.data is None and self.calibration is None:
             raise PlanError("--columns is about a data file, and there is none", hint="--data file.csv")
+        if self.calibration is not None and self.calibration == self.data:
+            raise PlanError(
+                f"--calibration and --data are both {self.data}: what is calibrated on proves nothing",
+                hint="--data alone sets rows aside",
+            )
 
 
 def parse_columns(text: str) -> dict[str, str]:

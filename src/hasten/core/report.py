@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -25,13 +26,22 @@ class Metric:
     def named(self, name: str) -> Metric:
         """The same with another of its values as the main one: 'macro F1', or 'macro-f1', or enough of it to tell."""
         values = {self.name: self.value, **self.also}
-        asked = _letters(name)
-        exact = [known for known in values if _letters(known) == asked]
-        found = exact or [known for known in values if asked and asked in _letters(known)]
-        if len(found) != 1:
-            wrong = f"'{name}' may be {' or '.join(found)}" if found else f"there is no metric '{name}' here"
-            raise PlanError(wrong, hint=f"--metric takes one of: {', '.join(values)}")
-        return replace(self, name=found[0], value=values.pop(found[0]), also=values)
+        found = find_metric(name, list(values))
+        return replace(self, name=found, value=values.pop(found), also=values)
+
+    def of(self, name: str) -> float:
+        return self.value if name == self.name else self.also[name]
+
+
+def find_metric(name: str, known: Sequence[str]) -> str:
+    """The one metric that is meant."""
+    asked = _letters(name)
+    exact = [metric for metric in known if _letters(metric) == asked]
+    found = exact or [metric for metric in known if asked and asked in _letters(metric)]
+    if len(found) != 1:
+        wrong = f"'{name}' may be {' or '.join(found)}" if found else f"there is no metric '{name}' here"
+        raise PlanError(wrong, hint=f"--metric takes one of: {', '.join(known)}")
+    return found[0]
 
 
 def _letters(name: str) -> str:
@@ -59,6 +69,16 @@ class Agreement:
 
 
 @dataclass(frozen=True, slots=True)
+class AtBatch:
+    """How a variant did with so many rows at a time."""
+
+    size: int
+    agreement: float
+    flips: int | None = None
+    drop: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """Whether a variant may be used, and the numbers that decided it."""
 
@@ -68,6 +88,12 @@ class Verdict:
     agreement: Agreement
     metric: Metric | None = None
     reference_metric: Metric | None = None
+    # Of the drop, in points: how far it may be chance, the same rows drawn for the reference and for the variant.
+    drop_interval: Interval | None = None
+    # Where answers depend on what else is in a batch: each size that was judged; the numbers above are the worst.
+    by_batch: tuple[AtBatch, ...] = ()
+    # What a person should know before believing it.
+    notes: tuple[str, ...] = ()
 
     @property
     def drop(self) -> float | None:
@@ -131,6 +157,7 @@ class Status(StrEnum):
     INACCURATE = "inaccurate"
     FAILED = "failed"
     UNAVAILABLE = "unavailable"
+    SKIPPED = "skipped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,3 +211,7 @@ class Report:
     bench: Bench
     chosen: str
     passes: tuple[Pass, ...] = ()
+    # The variants than which none is both faster and nearer to the original, the fastest first.
+    front: tuple[str, ...] = ()
+    # What a person should know about the data it was judged on.
+    notes: tuple[str, ...] = ()

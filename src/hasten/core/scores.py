@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hasten.core.entities import spans
-from hasten.core.tensors import IntArray
+from hasten.core.report import Metric
+from hasten.core.statistics import pearson, spearman
+from hasten.core.tensors import FloatArray
 
 # One label's number a row, or a row of truth values with a column a label where several may be right.
 Labels: TypeAlias = NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class EntityScores:
-    f1: float
-    precision: float
-    recall: float
+ENTITY_METRICS = ("entity F1", "precision", "recall")
+CORRELATIONS = ("Spearman correlation", "Pearson correlation")
 
 
 def accuracy(wanted: Labels, found: Labels) -> float:
@@ -39,19 +37,32 @@ def micro_f1(wanted: Labels, found: Labels) -> float:
     return float(2 * hits.sum() / max(1, total.sum()))
 
 
-def entity_scores(wanted: Sequence[Sequence[str]], found: Sequence[Sequence[str]]) -> EntityScores:
-    """An entity is right where its type and both its ends are. What cannot be told for want of entities is 0."""
-    right = answered = asked = 0
-    for tags, answer in zip(wanted, found, strict=True):
-        theirs, ours = spans(tags), spans(answer)
-        right, answered, asked = right + len(ours & theirs), answered + len(ours), asked + len(theirs)
-    return EntityScores(2 * right / max(1, answered + asked), right / max(1, answered), right / max(1, asked))
+def entity_counts(wanted: Sequence[str], found: Sequence[str]) -> tuple[int, int, int]:
+    """How many entities of a row of tags are right, were found, and are there; right is of its type, at both ends."""
+    theirs, ours = spans(wanted), spans(found)
+    return len(ours & theirs), len(ours), len(theirs)
 
 
-def _counts(wanted: Labels, found: Labels) -> tuple[IntArray, IntArray]:
+def entity_metric(counts: FloatArray) -> Metric:
+    """Micro F1 over all entities that a row was counted for. What cannot be told for want of entities is 0."""
+    right, answered, asked = (float(own) for own in counts.sum(axis=0))
+    values = (2 * right / max(1, answered + asked), right / max(1, answered), right / max(1, asked))
+    f1, *also = zip(ENTITY_METRICS, values, strict=True)
+    return Metric(*f1, len(counts), dict(also))
+
+
+def correlated(pairs: FloatArray) -> Metric:
+    """How two columns of numbers go together."""
+    ours, theirs = pairs.T
+    return Metric(CORRELATIONS[0], spearman(ours, theirs), len(pairs), {CORRELATIONS[1]: pearson(ours, theirs)})
+
+
+def _counts(wanted: Labels, found: Labels) -> tuple[Labels, Labels]:
     """For every label: how often it was found rightly, and how often it was wanted or found, added up."""
     if wanted.ndim == 2:
-        return (wanted & found).sum(axis=0), wanted.sum(axis=0) + found.sum(axis=0)
+        # As products, not as sums down columns: thousands of resamples are counted.
+        wanted, found, ones = np.asarray(wanted, np.float64), np.asarray(found, np.float64), np.ones(len(wanted))
+        return np.einsum("ij,ij->j", wanted, found), ones @ wanted + ones @ found
     size = int(max(wanted.max(), found.max())) + 1
     total = np.bincount(wanted, minlength=size) + np.bincount(found, minlength=size)
     hits = np.bincount(wanted[wanted == found], minlength=size)

@@ -35,6 +35,10 @@ _SETTLE_S = 0.01
 _WARM_RUNS = 2
 _ENOUGH_ROUNDS = 200
 _LEAST_ROUNDS = 2
+# Where only the fastest matter, who is this much slower than the fastest after a few short rounds takes no more turns.
+_HOPELESS = 1.5
+_ROUNDS_TO_TELL = 3
+_SHORT = 0.25
 # Above this others disturb the measurement; a machine's own daemons use less.
 BUSY_SHARE = 0.1
 
@@ -56,9 +60,10 @@ def bench(
 ) -> Bench:
     """Time contenders at every shape; the first contender is the baseline, the first shape gets half the time.
 
-    With `finalists`, only the baseline and that many of the fastest go on to the other shapes. `rows` are real token
-    rows, tiled to each shape. The budget counts the timing, not the start of the processes; a shape that does not
-    fit into it still gets its least number of rounds. `commands` start other lane programs for some contenders.
+    With `finalists`, only the baseline and that many of the fastest go on to the other shapes, and at the first shape
+    whoever is hopelessly slow stops early. `rows` are real token rows, tiled to each shape. The budget counts the
+    timing, not the start of the processes; a shape that does not fit into it still gets its least number of rounds.
+    `commands` start other lane programs for some contenders.
     """
     with ExitStack() as stack:
         with step(progress, "start benchmark processes", total=len(contenders)):
@@ -75,7 +80,8 @@ def bench(
             for place, shape in enumerate(shapes):
                 share = 1.0 if len(shapes) == 1 else 0.5 if place == 0 else 0.5 / (len(shapes) - 1)
                 batch = tiled(rows, np.full(shape.batch, shape.sequence), contenders[0].signature.mask_id)
-                timings += _time_shape(racing, shape, batch, budget_s * share, progress)
+                is_heat = place == 0 and finalists is not None
+                timings += _time_shape(racing, shape, batch, budget_s * share, progress, is_heat=is_heat)
                 if place == 0:
                     # Taken here, where all have run the same shapes: memory grows with the largest batch seen.
                     footprints = tuple(lane.footprint() for lane in lanes)
@@ -108,7 +114,9 @@ def _finalists(lanes: list[Lane], timings: list[Timing], count: int) -> list[Lan
     return [lanes[0], *others[:count]]
 
 
-def _time_shape(lanes: list[Lane], shape: Shape, batch: Batch, budget_s: float, progress: Progress) -> list[Timing]:
+def _time_shape(
+    lanes: list[Lane], shape: Shape, batch: Batch, budget_s: float, progress: Progress, *, is_heat: bool
+) -> list[Timing]:
     begin = time.perf_counter()
     for lane in lanes:
         lane.send(shape, batch)
@@ -117,12 +125,14 @@ def _time_shape(lanes: list[Lane], shape: Shape, batch: Batch, budget_s: float, 
     samples: list[list[float]] = [[] for _ in lanes]
     medians: list[list[float]] = [[] for _ in lanes]
     rounds = 0
+    racing = list(range(len(lanes)))
     order = np.random.default_rng(0)
     while rounds < _ENOUGH_ROUNDS:
         turn_start = time.perf_counter()
         # In another order each round: whoever follows a contender whose threads still spin pays for it.
-        for place in order.permutation(len(lanes)):
-            times = lanes[place].turn(shape)
+        for place in order.permutation(racing):
+            is_short = is_heat and rounds < _ROUNDS_TO_TELL
+            times = lanes[place].turn(shape, _SHORT if is_short else 1.0)
             samples[place] += times
             medians[place].append(float(np.median(times)))
         rounds += 1
@@ -130,6 +140,9 @@ def _time_shape(lanes: list[Lane], shape: Shape, batch: Batch, budget_s: float, 
         progress.advance(took, note=f"{shape}, round {rounds}")
         if rounds >= _LEAST_ROUNDS and time.perf_counter() - begin + took > budget_s:
             break
+        if is_heat and rounds == _ROUNDS_TO_TELL:
+            fastest = min(np.median(times) for times in medians)
+            racing = [place for place in racing if place == 0 or np.median(medians[place]) < _HOPELESS * fastest]
     baseline = np.asarray(medians[0])
     result = []
     for lane, taken, middle in zip(lanes, samples, medians, strict=True):
@@ -143,7 +156,7 @@ def _time_shape(lanes: list[Lane], shape: Shape, batch: Batch, budget_s: float, 
                 p90_ms=float(p90),
                 p99_ms=float(p99) if len(taken) >= P99_SAMPLES else None,
                 sentences_per_s=shape.batch * 1e3 / float(p50),
-                speedup=median_ratio(baseline, np.asarray(middle)),
+                speedup=median_ratio(baseline[: len(middle)], np.asarray(middle)),
                 round_medians_ms=tuple(round(value, 4) for value in middle),
             )
         )
@@ -200,9 +213,9 @@ class Lane:
             once = self._run(Turn(str(shape), warm=1, count=1))[0] / 1e3
         self._counts[str(shape)] = max(1, min(_MOST_PER_TURN, round(_TURN_S / once)))
 
-    def turn(self, shape: Shape) -> list[float]:
+    def turn(self, shape: Shape, share: float = 1.0) -> list[float]:
         time.sleep(_SETTLE_S)
-        count = self._counts[str(shape)]
+        count = max(1, round(share * self._counts[str(shape)]))
         # A slow shape needs no second warm run: what it warms lasts a small part of the first.
         return self._run(Turn(str(shape), warm=_WARM_RUNS if count > 1 else 0, count=count))
 

@@ -11,11 +11,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hasten.core.errors import InputError
+from hasten.core.errors import InputError, PlanError
 from hasten.core.registry import did_you_mean
 from hasten.measure.arrow import DATASETS, NO_CLASS, dataset, folder, parquet
 from hasten.measure.files import STDIN, Placed, Source, json_lines, json_values, read_cell, table
-from hasten.tasks import TASKS, Row, TaskSpec
+from hasten.tasks import TASKS, AnyTask, Row, TaskSpec
 
 Value = TypeVar("Value")
 
@@ -43,7 +43,7 @@ class Data:
     classes: Mapping[str, tuple[str, ...]]
     is_untyped: bool
 
-    def rows_for(self, spec: TaskSpec) -> list[Row]:
+    def rows_for(self, spec: TaskSpec, *, is_quiet: bool = False) -> list[Row]:
         """The rows with labels as the model knows them.
 
         Classes go by their names wherever the model knows any of them: that the numbers of two parties mean the same
@@ -53,32 +53,33 @@ class Data:
         if column is None or len(spec.labels) < 2:
             return self.rows
         if names := self.classes.get(column):
-            labels = self._by_name(names, spec.labels)
+            labels = self._by_name(names, spec.labels, is_quiet=is_quiet)
             return [_replaced(row, column, labels) for row in self.rows]
         if self.is_untyped:
             numbers = {str(number): number for number in range(len(spec.labels)) if str(number) not in spec.labels}
             return [_replaced(row, column, numbers) for row in self.rows]
         return self.rows
 
-    def _by_name(self, names: Sequence[str], labels: Sequence[str]) -> dict[int, str]:
+    def _by_name(self, names: Sequence[str], labels: Sequence[str], *, is_quiet: bool) -> dict[int, str]:
         """What each class number stands for: the label of that name, or the name; nothing where none is known."""
         is_folding = all(len({_folded(name) for name in side}) == len(side) for side in (names, labels))
         spelled = _folded if is_folding else str
         known = {spelled(label): label for label in labels}
         if not any(spelled(name) in known for name in names):
-            logger.warning(
-                "the classes of %s (%s) are none of the model's labels (%s): matched by their numbers",
-                self.name,
-                _few(names),
-                _few(labels),
-            )
+            if not is_quiet:
+                logger.warning(
+                    "the classes of %s (%s) are none of the model's labels (%s): matched by their numbers",
+                    self.name,
+                    _few(names),
+                    _few(labels),
+                )
             return {}
         return {number: known.get(spelled(name), name) for number, name in enumerate(names)}
 
 
-def read_data(source: Path | str, columns: Mapping[str, str] | None = None) -> Data:
+def read_data(source: Path | str, columns: Mapping[str, str] | None = None, *, may_lack_columns: bool = False) -> Data:
     """A whole data file, every row an object. `columns`: what the task calls a column to what the file calls it."""
-    opened = _open(source, columns or {})
+    opened = _open(source, columns or {}, may_lack_columns=may_lack_columns)
     rows: list[Row] = []
     for place, row in opened.rows:
         if not isinstance(row, dict):
@@ -87,6 +88,16 @@ def read_data(source: Path | str, columns: Mapping[str, str] | None = None) -> D
     if not rows:
         raise InputError(f"{source} holds no rows")
     return Data(rows, str(source), opened.classes, opened.is_untyped)
+
+
+def check_columns(columns: Mapping[str, str], task: AnyTask) -> None:
+    """That the task knows them; what the file calls them is checked when it is opened."""
+    for name in columns:
+        if name not in task.columns:
+            raise PlanError(
+                f"--columns names '{name}', which {task.name} does not know{did_you_mean(name, task.columns)}",
+                hint=f"it knows {', '.join(task.columns)}",
+            )
 
 
 def read_rows(source: Path | str, columns: Mapping[str, str] | None = None, spec: TaskSpec | None = None) -> list[Row]:
@@ -110,12 +121,15 @@ def sample_rows(spec: TaskSpec) -> list[Row]:
     return TASKS.get(spec.name).sample(sample_texts(), spec)
 
 
-def _open(source: Path | str, columns: Mapping[str, str]) -> Source:
+def _open(source: Path | str, columns: Mapping[str, str], *, may_lack_columns: bool = False) -> Source:
     name = str(source)
     opened = _reader(name)(name.removeprefix(DATASETS))
     if opened.columns is not None:
+        if may_lack_columns:
+            columns = {key: column for key, column in columns.items() if column in opened.columns}
         _check_columns(columns, opened.columns, name)
-    return replace(opened, rows=_rows(opened, name, columns), classes=_renamed(opened.classes, columns))
+    rows = _rows(opened, name, columns, may_lack_columns=may_lack_columns)
+    return replace(opened, rows=rows, classes=_renamed(opened.classes, columns))
 
 
 def _reader(name: str) -> Callable[[str], Source]:
@@ -139,7 +153,7 @@ def _reader(name: str) -> Callable[[str], Source]:
     return _READERS[path.suffix.lower()]
 
 
-def _rows(opened: Source, name: str, columns: Mapping[str, str]) -> Iterator[Placed]:
+def _rows(opened: Source, name: str, columns: Mapping[str, str], *, may_lack_columns: bool) -> Iterator[Placed]:
     """The rows with columns called as the task calls them, and cells of a table read as what they then mean."""
     seen: dict[str, None] = {}
     for place, row in opened.rows:
@@ -147,10 +161,10 @@ def _rows(opened: Source, name: str, columns: Mapping[str, str]) -> Iterator[Pla
             yield place, row
             continue
         seen.update(dict.fromkeys(row))
-        renamed = _renamed(row, columns)
+        renamed = _renamed(row, {key: own for key, own in columns.items() if own in row or not may_lack_columns})
         yield place, {key: read_cell(key, cell) for key, cell in renamed.items()} if opened.is_untyped else renamed
     # Where each row names its own columns, only all of them together can tell that one is nowhere.
-    if opened.columns is None and seen:
+    if opened.columns is None and seen and not may_lack_columns:
         _check_columns(columns, tuple(seen), name)
 
 

@@ -2,43 +2,50 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
+from typing import Any
 
 from hasten.core.errors import StageError
+from hasten.graph import read_graph
+from hasten.quantize.recipe import Recipe
+from hasten.quantize.silence import silenced
+from hasten.quantize.split import kept
 
-# The place of the positions among what EmbedLayerNormalization takes.
+# The place of the positions among what EmbedLayerNormalization takes, and that of the bias in Attention.
 _POSITIONS = 8
+_SCORE_BIAS = 5
 
 
-def quantize_dynamic(graph: Path, file: Path, *, external_data: bool) -> None:
+def quantize_dynamic(graph: Path, file: Path, recipe: Recipe, *, external_data: bool) -> None:
     import onnx
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization import quantize_dynamic as quantize
+    from onnxruntime.quantization.registry import IntegerOpsRegistry
 
-    # Its advice to preprocess does not fit a graph that is fused already, and it goes to the root logger.
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    nodes = read_graph(graph, with_weights=False).graph.node
     try:
-        quantize(
-            graph,
-            file,
-            per_channel=True,
-            weight_type=QuantType.QInt8,
-            nodes_to_exclude=_with_positions(graph),
-            use_external_data_format=external_data,
-            # Fused operators have no shape inference, so the quantizer is told what their tensors are.
-            extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
-        )
+        with silenced():
+            quantize(
+                graph,
+                file,
+                op_types_to_quantize=[kind for kind in IntegerOpsRegistry if kind != "Attention" or recipe.attention],
+                per_channel=True,
+                reduce_range=recipe.reduce_range,
+                weight_type=QuantType.QInt8,
+                nodes_to_exclude=[*kept(recipe), *(node.name for node in nodes if loses_inputs(node))],
+                use_external_data_format=external_data,
+                # Fused operators have no shape inference, so the quantizer is told what their tensors are.
+                extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
+            )
     except Exception as error:
         raise StageError(f"dynamic quantization failed: {error}") from error
-    finally:
-        logging.disable(before)
 
 
-def _with_positions(graph: Path) -> list[str]:
-    """Embeddings that are told their positions, as RoBERTa's: their quantized form is not, and counts from zero."""
-    import onnx
+def loses_inputs(node: Any) -> bool:
+    """Whether the quantized form of an operator takes less than it is given, and says nothing.
 
-    nodes = onnx.load(graph, load_external_data=False).graph.node
-    return [node.name for node in nodes if node.op_type == "EmbedLayerNormalization" and any(node.input[_POSITIONS:])]
+    Embeddings that are told their positions, as RoBERTa's, would count from zero; attention that adds to its scores,
+    as MPNet's, would not.
+    """
+    more = {"EmbedLayerNormalization": _POSITIONS, "Attention": _SCORE_BIAS}
+    return node.op_type in more and any(node.input[more[node.op_type] :])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -70,18 +72,40 @@ class Recipe:
         # What is not so by default is what tells.
         plain = msgspec.to_builtins(Recipe(variant=self.variant, method=self.method, target=self.target))
         told = {name: value for name, value in fields.items() if name in _ALWAYS or value != plain[name]}
+        told |= {name: {key: _listed(value) for key, value in told[name].items()} for name in _LISTS if name in told}
         file.write_text(tomli_w.dumps(told), encoding="utf-8")
 
 
 _ALWAYS = ("variant", "method", "target")
+# Many small numbers, written as a person would: one after the other, "-1×3" for one that comes three times.
+_LISTS = ("smooth", "split")
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    runs = [(number, len(list(group))) for number, group in groupby(numbers)]
+    return " ".join(f"{number}×{count}" if count > 1 else f"{number}" for number, count in runs)
+
+
+def _numbers(listed: object) -> list[int]:
+    if not isinstance(listed, str):
+        raise ValueError(f"{listed!r} is not a list of numbers")
+    numbers: list[int] = []
+    for word in listed.split():
+        number, _, count = word.partition("×")
+        numbers += [int(number)] * int(count or 1)
+    return numbers
 
 
 def read_recipe(file: Path) -> Recipe:
     try:
-        return msgspec.toml.decode(file.read_bytes(), type=Recipe)
+        fields = msgspec.toml.decode(file.read_bytes())
+        fields |= {
+            name: {key: _numbers(value) for key, value in fields[name].items()} for name in _LISTS if name in fields
+        }
+        return msgspec.convert(fields, Recipe)
     except OSError as error:
         raise PlanError(f"no recipe at {file}: {error.strerror or error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError, AttributeError) as error:
         raise PlanError(
             f"{file} is not a recipe: {error}", hint="hasten build writes one beside each variant"
         ) from error

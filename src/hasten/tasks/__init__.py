@@ -1,7 +1,8 @@
 """What a task is. One file per task exposes `TASK`; the file's name is its registry key and its command-line word.
 
 A task turns a payload into rows of tokens and outputs into answers, and judges outputs against a reference (`agree`)
-or against labels (`score`). It knows no runtime and keeps no state: what a model adds is a `TaskSpec`.
+or against labels (`marks`, and the `metric` made of them). It knows no runtime and keeps no state: what a model adds
+is a `TaskSpec`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,6 +27,8 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 Options = TypeVar("Options")
 Row: TypeAlias = Mapping[str, object]
+
+_HUGE = 1e300
 
 
 class Pooling(StrEnum):
@@ -86,6 +89,11 @@ class Task(Protocol[Item, Answer, Options]):
         ...
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """All that a row of a data file may hold, labels too: the names that `--columns` knows."""
+        ...
+
+    @property
     def takes_pairs(self) -> bool:
         """Whether a row may hold two texts: if not, and the model's token types are zero, they are left out."""
         ...
@@ -132,7 +140,17 @@ class Task(Protocol[Item, Answer, Options]):
         """The labels in a data file, or None if it has none."""
         ...
 
-    def score(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> Metric: ...
+    def metrics(self, gold: Sequence[object], spec: TaskSpec) -> tuple[str, ...]:
+        """The names of the metrics that such labels allow, the main one first; InputError where they allow none."""
+        ...
+
+    def marks(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> FloatArray:
+        """The numbers that the metrics are made of, a row for each item that can be judged by itself."""
+        ...
+
+    def metric(self, marks: FloatArray, spec: TaskSpec) -> Metric:
+        """Of any rows of marks, some left out, some there twice: drawn at random, they tell how sure the metric is."""
+        ...
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement: ...
 
@@ -156,6 +174,17 @@ def not_finite(measure: str, ours: FloatArray, theirs: FloatArray, encoded: Enco
         is_finite=False,
         worst=tuple(int(encoded.item_of_row[row]) for row in np.flatnonzero(broken)[:3]),
     )
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether it is a number, finite, and not an integer that no float can hold."""
+    return isinstance(value, int | float) and -_HUGE < value < _HUGE
+
+
+def check_spread(gold: Sequence[object]) -> None:
+    """Numbers to correlate with must differ."""
+    if len(set(gold)) == 1:
+        raise InputError(f"no correlation can be measured: the only score in all rows is {gold[0]}")
 
 
 def read_options(kind: type[Options], given: Mapping[str, object], *, any_case: str = "") -> Options:

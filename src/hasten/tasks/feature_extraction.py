@@ -31,6 +31,7 @@ class FeatureExtraction:
     auto_class = "AutoModel"
     heads = ()
     fields = ("text",)
+    columns = ("text", "text_pair")
     takes_pairs = True
     is_detected = False
     outputs = (HIDDEN,)
@@ -66,7 +67,13 @@ class FeatureExtraction:
         """Vectors have no right or wrong by themselves."""
         return None
 
-    def score(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> Metric:
+    def metrics(self, gold: Sequence[object], spec: TaskSpec) -> tuple[str, ...]:
+        return ()
+
+    def marks(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> FloatArray:
+        raise TypeError(f"{self.name} has no labels to be judged by")
+
+    def metric(self, marks: FloatArray, spec: TaskSpec) -> Metric:
         raise TypeError(f"{self.name} has no labels to be judged by")
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:

@@ -19,6 +19,7 @@ from hasten.tasks import Encoded, Row, TaskSpec, checked_text, not_finite, parse
 
 LOGITS = "logits"
 _TOP = 5
+_METRICS = ("accuracy", f"top-{_TOP} accuracy")
 _SAMPLE_ROWS = 150
 # No tokenizer makes more tokens than there are bytes, so a mask before this many survives any model's limit.
 _SAMPLE_BYTES = 40
@@ -69,6 +70,7 @@ class FillMask:
     auto_class = "AutoModelForMaskedLM"
     heads = ("ForMaskedLM",)
     fields = ("text",)
+    columns = ("text", "label")
     takes_pairs = False
     is_detected = True
     outputs = (LOGITS,)
@@ -149,16 +151,28 @@ class FillMask:
             return None
         return [_gold(row, spec, place) for place, row in enumerate(rows, 1)]
 
-    def score(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> Metric:
-        """A mask is filled rightly by the token that is the whole label; a label of more than one token never is."""
+    def metrics(self, gold: Sequence[object], spec: TaskSpec) -> tuple[str, ...]:
+        return _METRICS
+
+    def marks(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> FloatArray:
+        """Of an item's masks: how many are filled rightly, how many among the five best, how many there are.
+
+        Rightly is with the token that is the whole label; a label of more than one token never is filled in so.
+        """
         masked = _as_masked(encoded)
         labels = [label for row in gold if isinstance(row, tuple) for label in row]
-        ranks = [
-            _rank(logits, _spellings(label, masked.tokenizer))
-            for logits, label in zip(outputs[LOGITS], labels, strict=True)
-        ]
-        first, among = (float(np.mean([rank < limit for rank in ranks])) for limit in (1, _TOP))
-        return Metric("accuracy", first, len(gold), {f"top-{_TOP} accuracy": among})
+        ranks = np.array(
+            [
+                _rank(logits, _spellings(label, masked.tokenizer))
+                for logits, label in zip(outputs[LOGITS], labels, strict=True)
+            ]
+        )
+        hits = (ranks < 1, ranks < _TOP, ranks >= 0)
+        return np.stack([np.bincount(masked.owners, own, masked.items) for own in hits], axis=1)
+
+    def metric(self, marks: FloatArray, spec: TaskSpec) -> Metric:
+        first, among, masks = marks.sum(axis=0)
+        return Metric(_METRICS[0], float(first / masks), len(marks), {_METRICS[1]: float(among / masks)})
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:
         ours, theirs, owners = outputs[LOGITS], reference[LOGITS], _as_masked(encoded).owners

@@ -56,6 +56,7 @@ class MultipleChoice:
     auto_class = "AutoModelForMultipleChoice"
     heads = ("ForMultipleChoice",)
     fields = ("prompt", "choices")
+    columns = ("prompt", "text", "choices", "label")
     takes_pairs = True
     is_detected = True
     outputs = (LOGITS,)
@@ -112,9 +113,16 @@ class MultipleChoice:
             return None
         return [_gold(row.get("label"), _parse(row, place), place) for place, row in enumerate(rows, 1)]
 
-    def score(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> Metric:
+    def metrics(self, gold: Sequence[object], spec: TaskSpec) -> tuple[str, ...]:
+        return ("accuracy",)
+
+    def marks(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> FloatArray:
+        """Whether the right choice is the best."""
         right = [int(logits.argmax()) == index for logits, index in zip(_by_item(outputs, encoded), gold, strict=True)]
-        return Metric("accuracy", float(np.mean(right)), len(gold))
+        return np.array(right, np.float64)[:, None]
+
+    def metric(self, marks: FloatArray, spec: TaskSpec) -> Metric:
+        return Metric("accuracy", float(marks.mean()), len(marks))
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:
         ours, theirs = outputs[LOGITS].astype(np.float64), reference[LOGITS].astype(np.float64)
@@ -171,7 +179,7 @@ def _gold(value: object, question: Question, place: int) -> int:
     if value is None:
         raise InputError(f'row {place} has no "label", though other rows have one')
     raise InputError(
-        f"row {place} has the label {value!r}, which is none of its {len(question.choices)} choices"
+        f"row {place} has the label {value!r:.60}, which is none of its {len(question.choices)} choices"
         f"{did_you_mean(str(value), question.choices)}"
     )
 

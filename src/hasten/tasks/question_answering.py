@@ -31,6 +31,7 @@ _WINDOW, _OVERLAP = 384, 128
 _MAX_TOKENS = 2**21
 # The longest answer when answers are judged, as in SQuAD's own evaluations.
 _JUDGED_TOKENS = 30
+_METRICS = ("F1", "exact match")
 
 _KEYS = ("question", "context")
 _SAMPLE_QUESTIONS = (
@@ -107,6 +108,7 @@ class QuestionAnswering:
     # Simple: XLNet and its like have another head of the longer name, which searches for spans by itself.
     heads = ("ForQuestionAnsweringSimple", "ForQuestionAnswering")
     fields = _KEYS
+    columns = (*_KEYS, "answers")
     takes_pairs = True
     is_detected = True
     outputs = (START, END)
@@ -186,14 +188,21 @@ class QuestionAnswering:
             return None
         return [_right_answers(row, place) for place, row in enumerate(rows, 1)]
 
-    def score(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> Metric:
-        """As SQuAD is judged: the span of the greatest logits, or none where some questions have no answer."""
-        f1, exact = [], []
+    def metrics(self, gold: Sequence[object], spec: TaskSpec) -> tuple[str, ...]:
+        return _METRICS
+
+    def marks(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> FloatArray:
+        """F1 and exact match as SQuAD has them: of the span of the greatest logits, or of none where some questions
+        have no answer."""
+        marks = []
         for answer, rights in zip(_judged(_own(encoded), outputs, may_be_none=not all(gold)), gold, strict=True):
             assert isinstance(rights, tuple)
-            f1.append(squad.best(squad.f1, answer, rights))
-            exact.append(squad.best(squad.exact, answer, rights))
-        return Metric("F1", float(np.mean(f1)), len(gold), also={"exact match": float(np.mean(exact))})
+            marks.append([squad.best(measure, answer, rights) for measure in (squad.f1, squad.exact)])
+        return np.array(marks)
+
+    def metric(self, marks: FloatArray, spec: TaskSpec) -> Metric:
+        f1, exact = (float(own.mean()) for own in marks.T)
+        return Metric(_METRICS[0], f1, len(marks), {_METRICS[1]: exact})
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:
         """Whether the best answer to each question stands at the same place; errors of the logits behind it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -11,10 +10,21 @@ import numpy as np
 
 from hasten.core.errors import InputError
 from hasten.core.report import Agreement, Metric
-from hasten.core.statistics import pearson, relative_error, row_cosines, spearman
+from hasten.core.scores import CORRELATIONS, correlated
+from hasten.core.statistics import relative_error, row_cosines, spearman
 from hasten.core.tensors import BATCH, FloatArray, Outputs
 from hasten.core.tokenizer import Tokenizer
-from hasten.tasks import Encoded, Row, TaskSpec, checked_text, not_finite, parse_texts, read_options
+from hasten.tasks import (
+    Encoded,
+    Row,
+    TaskSpec,
+    check_spread,
+    checked_text,
+    is_number,
+    not_finite,
+    parse_texts,
+    read_options,
+)
 
 EMBEDDING = "embedding"
 
@@ -41,6 +51,7 @@ class SentenceSimilarity:
     auto_class = "AutoModel"
     heads = ()
     fields = ("text",)
+    columns = ("text", "text_pair", "score")
     takes_pairs = False
     is_detected = False
     outputs = (EMBEDDING,)
@@ -88,17 +99,25 @@ class SentenceSimilarity:
     def gold(self, rows: Sequence[Row], spec: TaskSpec) -> list[object] | None:
         if not any("score" in row for row in rows):
             return None
+        scores: list[object] = []
         for place, row in enumerate(rows, 1):
             score = row.get("score")
-            if not isinstance(score, int | float) or not math.isfinite(score) or row.get("text_pair") is None:
+            if not is_number(score) or row.get("text_pair") is None:
                 raise InputError(f'row {place} has no "text_pair" with a number in "score"')
-        return [row["score"] for row in rows]
+            scores.append(float(score))
+        return scores
 
-    def score(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> Metric:
+    def metrics(self, gold: Sequence[object], spec: TaskSpec) -> tuple[str, ...]:
+        check_spread(gold)
+        return CORRELATIONS
+
+    def marks(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> FloatArray:
+        """The cosine of each pair, and how alike people find it."""
         vectors = outputs[EMBEDDING]
-        similarity, scores = row_cosines(vectors[0::2], vectors[1::2]), np.asarray(gold, np.float64)
-        also = {"Pearson correlation": pearson(similarity, scores)}
-        return Metric("Spearman correlation", spearman(similarity, scores), len(gold), also)
+        return np.stack([row_cosines(vectors[0::2], vectors[1::2]), np.asarray(gold, np.float64)], axis=1)
+
+    def metric(self, marks: FloatArray, spec: TaskSpec) -> Metric:
+        return correlated(marks)
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:
         ours, theirs = outputs[EMBEDDING].astype(np.float64), reference[EMBEDDING].astype(np.float64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,11 +14,11 @@ import numpy as np
 from hasten.core.errors import InputError
 from hasten.core.registry import did_you_mean
 from hasten.core.report import Agreement, Metric
-from hasten.core.scores import accuracy, macro_f1, micro_f1
-from hasten.core.statistics import concordance, pearson, relative_error, row_cosines, spearman
+from hasten.core.scores import CORRELATIONS, accuracy, correlated, macro_f1, micro_f1
+from hasten.core.statistics import concordance, relative_error, row_cosines, spearman
 from hasten.core.tensors import BATCH, FloatArray, Outputs
 from hasten.core.tokenizer import Tokenizer
-from hasten.tasks import Encoded, Row, TaskSpec, not_finite, parse_texts, read_options
+from hasten.tasks import Encoded, Row, TaskSpec, check_spread, is_number, not_finite, parse_texts, read_options
 
 LOGITS = "logits"
 MULTI_LABEL = "multi_label_classification"
@@ -62,6 +61,7 @@ class TextClassification:
     auto_class = "AutoModelForSequenceClassification"
     heads = ("ForSequenceClassification",)
     fields = ("text",)
+    columns = ("text", "text_pair", "label", "score")
     takes_pairs = True
     is_detected = True
     outputs = (LOGITS,)
@@ -116,18 +116,32 @@ class TextClassification:
             return None
         return [_gold(row.get(key), spec, place) for place, row in enumerate(rows, 1)]
 
-    def score(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> Metric:
+    def metrics(self, gold: Sequence[object], spec: TaskSpec) -> tuple[str, ...]:
+        if _is_regression(spec):
+            check_spread(gold)
+            return CORRELATIONS[::-1]
+        return ("micro F1", "macro F1") if spec.problem == MULTI_LABEL else ("accuracy", "macro F1", "micro F1")
+
+    def marks(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> FloatArray:
+        """What is right and what was answered: two numbers, or two times a column for each label."""
         logits = outputs[LOGITS]
         if _is_regression(spec):
-            values, scores = logits[:, 0].astype(np.float64), np.asarray(gold, np.float64)
-            also = {"Spearman correlation": spearman(values, scores)}
-            return Metric("Pearson correlation", pearson(values, scores), len(gold), also)
+            answers: FloatArray = logits[:, :1].astype(np.float64)
+        elif spec.problem == MULTI_LABEL:
+            answers = (logits > 0).astype(np.float64)
+        else:
+            answers = logits.argmax(axis=1, keepdims=True).astype(np.float64)
+        return np.hstack([np.asarray(gold, np.float64).reshape(len(gold), -1), answers])
+
+    def metric(self, marks: FloatArray, spec: TaskSpec) -> Metric:
+        if _is_regression(spec):
+            return correlated(marks).named(CORRELATIONS[1])
         if spec.problem == MULTI_LABEL:
-            wanted, found = np.asarray(gold, bool), logits > 0
-            return Metric("micro F1", micro_f1(wanted, found), len(gold), {"macro F1": macro_f1(wanted, found)})
-        wanted, found = np.asarray(gold, np.int64), logits.argmax(axis=1)
+            wanted, found = np.hsplit(marks, 2)
+            return Metric("micro F1", micro_f1(wanted, found), len(marks), {"macro F1": macro_f1(wanted, found)})
+        wanted, found = marks.astype(np.int64).T
         also = {"macro F1": macro_f1(wanted, found), "micro F1": micro_f1(wanted, found)}
-        return Metric("accuracy", accuracy(wanted, found), len(gold), also)
+        return Metric("accuracy", accuracy(wanted, found), len(marks), also)
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:
         ours, theirs = outputs[LOGITS].astype(np.float64), reference[LOGITS].astype(np.float64)
@@ -200,9 +214,9 @@ def _top_overlap(ours: FloatArray, theirs: FloatArray) -> float | None:
 
 def _gold(value: object, spec: TaskSpec, place: int) -> object:
     if _is_regression(spec):
-        if isinstance(value, int | float) and math.isfinite(value):
+        if is_number(value):
             return float(value)
-        raise InputError(f'row {place} has no number in "score": {value!r}')
+        raise InputError(f'row {place} has no number in "score": {value!r:.60}')
     if spec.problem == MULTI_LABEL:
         names = value if isinstance(value, list) else [value]
         present = {_label_index(name, spec, place) for name in names}
@@ -219,7 +233,8 @@ def _label_index(value: object, spec: TaskSpec, place: int) -> int:
         raise InputError(f'row {place} has no "label", though other rows have one')
     shown = ", ".join(spec.labels[:8]) + (", …" if len(spec.labels) > 8 else "")
     raise InputError(
-        f"row {place} has the label {value!r}, which the model does not know{did_you_mean(str(value), spec.labels)}",
+        f"row {place} has the label {value!r:.60}, which the model does not know"
+        f"{did_you_mean(str(value), spec.labels)}",
         hint=f"its labels: {shown}",
     )
 

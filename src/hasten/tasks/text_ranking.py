@@ -11,10 +11,11 @@ import numpy as np
 from hasten.core.errors import InputError
 from hasten.core.ranking import average_precision, ndcg, reciprocal_rank
 from hasten.core.report import Agreement, Metric
-from hasten.core.statistics import concordance, pearson, relative_error, spearman
+from hasten.core.scores import CORRELATIONS, correlated
+from hasten.core.statistics import concordance, relative_error, spearman
 from hasten.core.tensors import BATCH, FloatArray, IntArray, Outputs
 from hasten.core.tokenizer import Tokenizer
-from hasten.tasks import Encoded, Row, TaskSpec, checked_text, not_finite, read_options
+from hasten.tasks import Encoded, Row, TaskSpec, check_spread, checked_text, is_number, not_finite, read_options
 from hasten.tasks.sentence_similarity import chosen_prompt
 from hasten.tasks.text_classification import TASK as CLASSIFICATION
 from hasten.tasks.text_classification import Scoring, apply_scoring
@@ -24,7 +25,11 @@ _HINT = 'a pair is {"text": …, "text_pair": …} or, in a list, ["…", "…"]
 _SAMPLE_QUERIES = 120
 # Scores within this, relative to the largest, are the same: runtimes of fp32 may differ by as much.
 _SAME = 1e-3
-_HUGE = 1e300
+# The ways to label rows.
+_GOLD = ("relevance", "labels", "label", "score")
+# What a query's documents are ranked by, and what pairs are whose queries have one document each.
+_RANKED = ("nDCG@10", "MRR@10", "MAP")
+_APART = "average precision"
 
 
 class Ranked(TypedDict):
@@ -85,6 +90,7 @@ class TextRanking:
     auto_class = "AutoModelForSequenceClassification"
     heads = ("ForSequenceClassification",)
     fields = ("query", "documents")
+    columns = ("query", "documents", "text", "text_pair", *_GOLD)
     takes_pairs = True
     is_detected = False
     outputs = (LOGITS,)
@@ -170,34 +176,57 @@ class TextRanking:
         """Relevances for rankings; for pairs classes, or relevances as "label", or numbers to correlate as "score"."""
         if len(spec.labels) > 1:
             return CLASSIFICATION.gold(rows, spec)
-        kinds = [key for key in ("relevance", "labels", "label", "score") if any(key in row for row in rows)]
+        kinds = [key for key in _GOLD if any(key in row for row in rows)]
         if not kinds:
             return None
         if len(kinds) > 1:
             raise InputError(f'rows have "{kinds[0]}" and "{kinds[1]}"', hint="label them all in one way")
         return [_gold(row, kinds[0], place) for place, row in enumerate(rows, 1)]
 
-    def score(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> Metric:
+    def metrics(self, gold: Sequence[object], spec: TaskSpec) -> tuple[str, ...]:
+        """Of pairs with relevances, which of the two it is shows only when queries are compared."""
         if len(spec.labels) > 1:
-            return CLASSIFICATION.score(outputs, encoded, gold, spec)
+            return CLASSIFICATION.metrics(gold, spec)
+        if isinstance(gold[0], float):
+            check_spread(gold)
+            return CORRELATIONS
+        if not any(isinstance(own, tuple) and any(own) for own in gold):
+            raise InputError("no document is relevant to its query, so no order is better than another")
+        are_pairs = all(isinstance(own, tuple) and len(own) == 1 for own in gold)
+        return (*_RANKED, _APART) if are_pairs else _RANKED
+
+    def marks(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> FloatArray:
+        """Score and wanted score of a pair; or score, relevance and one for a pair whose query has no other; or a
+        query's three measures and how many items it stands for."""
+        if len(spec.labels) > 1:
+            return CLASSIFICATION.marks(outputs, encoded, gold, spec)
         scores = apply_scoring(outputs[LOGITS], _scoring(spec))[:, 0].astype(np.float64)
         if isinstance(gold[0], float):
-            wanted = np.asarray(gold, np.float64)
-            also = {"Pearson correlation": pearson(scores, wanted)}
-            return Metric("Spearman correlation", spearman(scores, wanted), len(gold), also)
+            return np.stack([scores, np.asarray(gold, np.float64)], axis=1)
         relevance = np.concatenate([np.asarray(own, np.float64) for own in gold])
-        if not relevance.any():
-            raise InputError("no document is relevant to its query, so no order is better than another")
         groups = _queries(encoded).groups
         if all(len(rows) == 1 for rows in groups):
             # Nothing competes within a query: the question is whether relevant pairs come before all others.
-            return Metric("average precision", average_precision(scores, relevance), len(gold))
-        lists = [(scores[rows], relevance[rows]) for rows in groups]
-        also = {
-            "MRR@10": float(np.mean([reciprocal_rank(*documents) for documents in lists])),
-            "MAP": float(np.mean([average_precision(*documents) for documents in lists])),
-        }
-        return Metric("nDCG@10", float(np.mean([ndcg(*documents) for documents in lists])), len(gold), also)
+            return np.stack([scores, relevance, np.ones(len(gold))], axis=1)
+        return np.array(
+            [
+                [
+                    *(measure(scores[rows], relevance[rows]) for measure in (ndcg, reciprocal_rank, average_precision)),
+                    len(np.unique(encoded.item_of_row[rows])),
+                ]
+                for rows in groups
+            ]
+        )
+
+    def metric(self, marks: FloatArray, spec: TaskSpec) -> Metric:
+        if len(spec.labels) > 1:
+            return CLASSIFICATION.metric(marks, spec)
+        if marks.shape[1] == 2:
+            return correlated(marks)
+        if marks.shape[1] == 3:
+            return Metric(_APART, average_precision(marks[:, 0], marks[:, 1]), len(marks))
+        first, *also = zip(_RANKED, (float(own.mean()) for own in marks[:, :3].T), strict=True)
+        return Metric(*first, int(marks[:, 3].sum()), dict(also))
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:
         """The least of three, each blind to what another sees: the order of all documents, the order within queries,
@@ -302,7 +331,7 @@ def _gold(row: Row, kind: str, place: int) -> float | tuple[float, ...]:
 
 
 def _number(value: object, kind: str, place: int) -> float:
-    if isinstance(value, int | float) and -_HUGE < value < _HUGE:  # neither NaN nor more than a float holds
+    if is_number(value):
         return float(value)
     raise InputError(f'row {place} has no number in "{kind}": {value!r:.60}')
 

@@ -14,7 +14,7 @@ from hasten.core.entities import OUTSIDE
 from hasten.core.errors import InputError
 from hasten.core.registry import did_you_mean
 from hasten.core.report import Agreement, Metric
-from hasten.core.scores import entity_scores
+from hasten.core.scores import ENTITY_METRICS, entity_counts, entity_metric
 from hasten.core.statistics import relative_error, row_cosines, spearman
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, BoolArray, FloatArray, IntArray, Outputs
 from hasten.core.tokenizer import Tokenizer, Tokens
@@ -106,6 +106,7 @@ class TokenClassification:
     auto_class = "AutoModelForTokenClassification"
     heads = ("ForTokenClassification",)
     fields = ("text",)
+    columns = ("text", "tokens", "tags")
     takes_pairs = False
     is_detected = True
     outputs = (LOGITS,)
@@ -169,20 +170,24 @@ class TokenClassification:
             return None
         return [_gold(row, spec, place) for place, row in enumerate(rows, 1)]
 
-    def score(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> Metric:
-        """Micro F1 over entities, right where type and both ends are; each word is judged by its first token."""
+    def metrics(self, gold: Sequence[object], spec: TaskSpec) -> tuple[str, ...]:
+        return ENTITY_METRICS
+
+    def marks(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> FloatArray:
+        """Entities that are right, that were found, that are there; each word is judged by its first token."""
         best = np.split(outputs[LOGITS].argmax(axis=1), np.cumsum(encoded.batch.lengths)[:-1])
-        answers, wanted = [], []
+        marks = []
         for tags, encoding, labels in zip(gold, encoded.encodings, best, strict=True):
             assert isinstance(tags, tuple)
             answer = [OUTSIDE] * len(tags)  # what was cut off, or has no token, stays outside
             for word, label in reversed(list(zip(encoding.word_ids, labels, strict=True))):
                 if word is not None:
                     answer[word] = spec.labels[label]
-            answers.append(answer)
-            wanted.append(tags)
-        scores = entity_scores(wanted, answers)
-        return Metric("entity F1", scores.f1, len(gold), {"precision": scores.precision, "recall": scores.recall})
+            marks.append(entity_counts(tags, answer))
+        return np.array(marks, np.float64)
+
+    def metric(self, marks: FloatArray, spec: TaskSpec) -> Metric:
+        return entity_metric(marks)
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:
         """Token by token, special ones left out: nobody sees their labels."""
@@ -372,7 +377,7 @@ def _label(tag: object, spec: TaskSpec, place: int) -> str:
         return spec.labels[tag]
     shown = ", ".join(spec.labels[:8]) + (", …" if len(spec.labels) > 8 else "")
     raise InputError(
-        f"row {place} has the tag {tag!r}, which the model does not know{did_you_mean(str(tag), spec.labels)}",
+        f"row {place} has the tag {tag!r:.60}, which the model does not know{did_you_mean(str(tag), spec.labels)}",
         hint=f"its labels: {shown}",
     )
 

@@ -6,7 +6,6 @@ A label becomes a sentence, the hypothesis, and a model of entailment says wheth
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,12 +17,14 @@ import numpy as np
 from hasten.core.errors import InputError
 from hasten.core.registry import did_you_mean
 from hasten.core.report import Agreement, Metric
+from hasten.core.scores import accuracy, macro_f1
 from hasten.core.statistics import relative_error, row_cosines, spearman
 from hasten.core.tensors import BATCH, Batch, FloatArray, Outputs
 from hasten.core.tokenizer import Tokenizer
 from hasten.tasks import Encoded, Row, TaskSpec, checked_text, not_finite, parse_texts, read_options
 
 LOGITS = "logits"
+_METRICS = ("accuracy", "macro F1")
 _HINT = 'candidate_labels=["…", "…"], for all texts or in each item'
 # What the built-in sample is asked: topics, moods, kinds and languages, few and many, near and far from each other.
 _SAMPLE_LABELS = (
@@ -85,6 +86,7 @@ class ZeroShotClassification:
     auto_class = "AutoModelForSequenceClassification"
     heads = ("ForSequenceClassification",)
     fields = ("text", "candidate_labels")
+    columns = ("text", "sequence", "candidate_labels", "label")
     takes_pairs = True
     is_detected = False
     outputs = (LOGITS,)
@@ -182,14 +184,22 @@ class ZeroShotClassification:
             return None
         return [_gold(row, place) for place, row in enumerate(rows, 1)]
 
-    def score(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> Metric:
+    def metrics(self, gold: Sequence[object], spec: TaskSpec) -> tuple[str, ...]:
+        return _METRICS
+
+    def marks(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> FloatArray:
+        """The right label and the best one, as numbers: labels go by their names, whichever item asks for them."""
         questions, (yes, _) = _questions(encoded), _yes_and_no(spec.labels)
         found = [
             labels[logits[:, yes].argmax()]
             for labels, logits in zip(questions.labels, questions.split(outputs[LOGITS]), strict=True)
         ]
-        hits = [ours for ours, theirs in zip(found, gold, strict=True) if ours == theirs]
-        return Metric("accuracy", len(hits) / len(gold), len(gold), {"macro F1": _macro_f1(hits, [*found, *gold])})
+        numbers = {label: number for number, label in enumerate(dict.fromkeys([*gold, *found]))}
+        return np.array([[numbers[label] for label in labels] for labels in zip(gold, found, strict=True)], np.float64)
+
+    def metric(self, marks: FloatArray, spec: TaskSpec) -> Metric:
+        wanted, found = marks.astype(np.int64).T
+        return Metric(_METRICS[0], accuracy(wanted, found), len(marks), {_METRICS[1]: macro_f1(wanted, found)})
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:
         """By the best label of each item."""
@@ -285,12 +295,6 @@ def _softmax(logits: FloatArray) -> FloatArray:
 def _verdict(logits: FloatArray, labels: Sequence[str], yes: int, no: int) -> object:
     """The best label by name, since a label may be there twice; of one label, whether it fits."""
     return labels[int(logits[:, yes].argmax())] if len(labels) > 1 else bool(logits[0, yes] > logits[0, no])
-
-
-def _macro_f1(hits: Sequence[str], named: Sequence[object]) -> float:
-    """Over all labels that were found or right."""
-    right, total = Counter(hits), Counter(named)
-    return float(np.mean([2 * right[str(label)] / count for label, count in total.items()]))
 
 
 def _gold(row: Row, place: int) -> str:

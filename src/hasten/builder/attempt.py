@@ -1,0 +1,179 @@
+"""One variant at a time: made from the graph it needs, opened, and held against the original."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TypeAlias
+
+from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source
+from hasten.builder.given import LoadedGraph
+from hasten.builder.load import LoadedModel
+from hasten.builder.passes import record
+from hasten.builder.search import Trial
+from hasten.bundle import VariantEntry
+from hasten.core.errors import StageError
+from hasten.core.plan import Plan
+from hasten.core.progress import Progress, Silent
+from hasten.core.report import Pass
+from hasten.core.targets import Target, needed
+from hasten.core.tokenizer import Tokenizer
+from hasten.core.variant import Precision, Variant
+from hasten.graph import is_large
+from hasten.measure.fault import with_fault
+from hasten.measure.verify import Expectation, expect, verify
+from hasten.predictor import Predictor
+from hasten.quantize.calibration import Calibration
+from hasten.quantize.make import make_graph
+from hasten.quantize.overflow import describe, overflows
+from hasten.quantize.recipe import FILE, Method, Recipe
+from hasten.quantize.recipes import Recipes
+from hasten.tasks import TASKS, Row
+
+Original: TypeAlias = LoadedModel | LoadedGraph
+
+# Enough to tell which product costs most, few enough to be asked once for each.
+_SENSITIVITY_ROWS = 32
+_QUANTIZED = (Precision.INT8, Precision.INT4)
+
+
+@dataclass
+class Attempts:
+    plan: Plan
+    loaded: Original
+    tokenizer: Tokenizer
+    graphs: Mapping[Dialect, Path]
+    expected: Expectation
+    calibration_rows: Sequence[Row]
+    target: Target
+    work: Path
+    progress: Progress
+    given: Recipe | None = None
+    passes: list[Pass] = field(default_factory=list)
+    recipes: dict[Variant, Recipe] = field(default_factory=dict)
+
+    def __call__(self, variant: Variant) -> Trial:
+        artifact = self.make(variant)
+        with self._open(artifact) as session:
+            if session.spec.precision != variant.precision:
+                raise StageError(f"{variant} really computes in {session.spec.precision} here")
+            predictor = Predictor(self.loaded.task, self.tokenizer, session)
+            sizes = self.plan.shapes.batches if self.depends_on_batch(variant) else ()
+            verdict = verify(predictor, variant.name, self.expected, self.plan.gate, self.progress, batch_sizes=sizes)
+        verdict = with_fault(verdict, artifact, self.expected.encoded.batch, self._options)
+        if not verdict.passed:
+            shutil.rmtree(artifact.directory)
+        return Trial(artifact, verdict)
+
+    def make(self, variant: Variant) -> Artifact:
+        folder = self._folder(variant.name)
+        source = self._source(variant)
+        artifact = BACKENDS.get(variant.backend).make(source, variant, folder)
+        if variant in self.recipes:
+            self.recipes[variant].write(folder / FILE)
+            # Copied by now, and a search makes many.
+            shutil.rmtree(source.graphs[MODEL].parent)
+        return artifact
+
+    def depends_on_batch(self, variant: Variant) -> bool:
+        """Scales taken from all rows of a batch make the answer to one depend on the others."""
+        return variant in self.recipes and self.recipes[variant].method is Method.DYNAMIC
+
+    def entry(self, trial: Trial) -> VariantEntry:
+        """What a bundle says about a variant."""
+        variant, verdict = trial.artifact.variant, trial.verdict
+        return VariantEntry(
+            name=variant.name,
+            backend=variant.backend,
+            precision=variant.precision,
+            device=variant.device,
+            requires=BACKENDS.get(variant.backend).requires,
+            graphs=dict(trial.artifact.graphs),
+            agreement=verdict.agreement,
+            metric=verdict.metric,
+            depends_on_batch=bool(verdict.by_batch),
+            instructions=self._instructions(variant),
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know about what was made."""
+        return [note for done in self.passes if done.name == "guard" for note in done.notes]
+
+    def _instructions(self, variant: Variant) -> tuple[str, ...]:
+        """What a variant needs of the processor beside what its backend asks for: int8 that we made for a target."""
+        recipe = self.recipes.get(variant)
+        is_bytes = recipe is not None and recipe.method in (Method.DYNAMIC, Method.STATIC)
+        return needed(self.target) if is_bytes else ()
+
+    def most_sensitive(self, variant: Variant, until: float) -> Sequence[str]:
+        return self._recipes.most_sensitive(variant, until)
+
+    def _source(self, variant: Variant) -> Source:
+        """The model in the form this variant is made from: its dialect and, where graphs carry it, its precision."""
+        dialect = BACKENDS.get(variant.backend).dialect
+        if dialect is Dialect.MODULE or variant == self.loaded.baseline:
+            return self.loaded.source
+        graph = self.graphs[dialect]
+        if variant.precision in _QUANTIZED and self.loaded.precision is Precision.FP32:
+            recipe = self.recipes[variant] = self._recipes.recipe(variant)
+            is_openvino = recipe.method is Method.NNCF
+            quantized = self._folder(f"{variant.name}-graph") / ("model.xml" if is_openvino else graph.name)
+            rows = self._calibration if is_openvino else None
+            make_graph(graph, quantized, recipe, rows, external_data=is_large(graph))
+            if not is_openvino:
+                self.passes.append(record("quantize", graph, quantized, variants=[variant.name]))
+            graph = quantized
+        source = Source(self.loaded.signature, {MODEL: graph})
+        return self._guarded(variant, source) if variant.precision is Precision.FP16 else source
+
+    def _guarded(self, variant: Variant, source: Source) -> Source:
+        """What leaves the range of fp16 on the rows is to stay in fp32."""
+        graph = source.graphs[MODEL]
+        found = overflows(graph, Calibration(self.expected.encoded.batch, source.signature))
+        if found:
+            self.passes.append(record("guard", graph, graph, variants=[variant.name], notes=[describe(found)]))
+        return replace(source, beyond_fp16=frozenset(one.tensor for one in found))
+
+    def _folder(self, name: str) -> Path:
+        folder = self.work / name
+        folder.mkdir()
+        return folder
+
+    @cached_property
+    def _recipes(self) -> Recipes:
+        return Recipes(self.graphs, lambda: self._calibration, self.target, self._error_of, self.progress, self.given)
+
+    @cached_property
+    def _calibration(self) -> Calibration:
+        task, spec = TASKS.get(self.loaded.task.name), self.loaded.task
+        items = task.parse(list(self.calibration_rows))
+        return Calibration(task.encode(items, self.tokenizer, task.options(spec, {})).batch, self.loaded.signature)
+
+    @cached_property
+    def _few_answers(self) -> Expectation:
+        """What the graph in fp32 answers to a few of the calibration rows."""
+        with self._open(self._as_artifact(self.graphs[Dialect.ORT], Precision.FP32)) as session:
+            predictor = Predictor(self.loaded.task, self.tokenizer, session)
+            return expect(predictor, self.calibration_rows[:_SENSITIVITY_ROWS], Silent())
+
+    def _error_of(self, graph: Path) -> float:
+        """How far a quantized graph's answers to them are away, relative to their size."""
+        expected = self._few_answers
+        with self._open(self._as_artifact(graph, Precision.INT8)) as session:
+            predictor = Predictor(self.loaded.task, self.tokenizer, session)
+            outputs = predictor.outputs(expected.encoded)
+            return predictor.task.agree(outputs, expected.outputs, expected.encoded, predictor.spec).relative_error
+
+    def _as_artifact(self, graph: Path, precision: Precision) -> Artifact:
+        return Artifact(Variant("onnxruntime", precision), self.loaded.signature, graph.parent, {MODEL: graph.name})
+
+    def _open(self, artifact: Artifact) -> Session:
+        return BACKENDS.get(artifact.variant.backend).open(artifact, self._options)
+
+    @property
+    def _options(self) -> RunOptions:
+        return RunOptions(self.plan.threads)

@@ -1,0 +1,127 @@
+"""The search for precision: variants from cheap to dear, each made and judged, until the time is over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+from hasten.backends import Artifact
+from hasten.core.errors import StageError
+from hasten.core.progress import Progress, step
+from hasten.core.report import Candidate, Status, Verdict
+from hasten.core.variant import Variant
+from hasten.quantize.ways import with_kept
+
+# What is tried beyond what a backend offers by itself: first what pays, the cheapest to make before the dearest …
+_LADDER = {
+    "onnxruntime": (
+        "onnxruntime-int8+attention",
+        "onnxruntime-int8+attention+smooth+split",
+        "onnxruntime-int8+attention+smooth+split+gelu",
+    ),
+    "openvino": ("openvino-int8",),
+}
+# … then what seldom does.
+_LAST = {
+    "onnxruntime": (
+        "onnxruntime-int8+blocks",
+        "onnxruntime-int4+blocks",
+        "onnxruntime-int8+minmax",
+        "onnxruntime-int8+percentile",
+        "onnxruntime-int8+entropy",
+    )
+}
+# The one that is mended, product by product, where it fails.
+_MENDED = Variant.parse("onnxruntime-int8+attention+smooth+split")
+# Packages that making a variant takes, beside those that running it takes.
+_NEEDS = {"openvino-int8": "nncf"}
+
+
+def ladder(offered: Sequence[Variant]) -> tuple[list[Variant], list[Candidate]]:
+    """What is tried after what backends offer by themselves, and what cannot be made for want of a package."""
+    backends = dict.fromkeys(variant.backend for variant in offered)
+    names = [name for steps in (_LADDER, _LAST) for backend in backends for name in steps.get(backend, ())]
+    missing = {name: package for name, package in _NEEDS.items() if name in names and find_spec(package) is None}
+    refused = [
+        Candidate(name, Status.UNAVAILABLE, f"making it needs the package '{package}': pip install 'hasten[{package}]'")
+        for name, package in missing.items()
+    ]
+    return [Variant.parse(name) for name in names if name not in missing], refused
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A variant that was made, and how it did."""
+
+    artifact: Artifact
+    verdict: Verdict
+
+
+@dataclass
+class Search:
+    """One that fails is recorded if we picked it, an error if the user did."""
+
+    attempt: Callable[[Variant], Trial]
+    # The products of a variant, the one that costs most accuracy first, as many as are found by that time.
+    most_sensitive: Callable[[Variant, float], Sequence[str]]
+    budget_s: float
+    progress: Progress
+    trials: dict[Variant, Trial] = field(default_factory=dict)
+    failed: list[Candidate] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._until = time.monotonic() + self.budget_s
+
+    def try_asked(self, variants: Sequence[Variant]) -> None:
+        with step(self.progress, "variants", total=len(variants)):
+            for variant in variants:
+                self._try(variant, is_asked=True)
+
+    def try_offered(self, variants: Sequence[Variant], further: Sequence[Variant]) -> None:
+        """Those that backends offer in any case, the others while there is time."""
+        with step(self.progress, "search", total=len(variants) + len(further)):
+            for variant in variants:
+                self._try(variant)
+            for variant in further:
+                if self._is_over():
+                    reason = f"not tried: the {self.budget_s:.0f} s of --budget were over"
+                    self.failed.append(Candidate(variant.name, Status.SKIPPED, reason))
+                else:
+                    self._try(variant)
+        if _MENDED in self.trials and not self.trials[_MENDED].verdict.passed:
+            self._mend(_MENDED)
+
+    def _mend(self, variant: Variant) -> None:
+        """Leave the most sensitive products in float: as few as will do, found by doubling, then by halving."""
+        most = len(self.most_sensitive(variant, self._until)) - 1  # with all of them it would be fp32
+        failing, count = 0, 1
+        while failing < most and not self._is_over():
+            if self._try(with_kept(variant, count)):
+                break
+            failing, count = count, min(2 * count, most)
+        else:
+            return
+        while count - failing > 1 and not self._is_over():
+            middle = (failing + count) // 2
+            if self._try(with_kept(variant, middle)):
+                count = middle
+            else:
+                failing = middle
+
+    def _try(self, variant: Variant, *, is_asked: bool = False) -> bool:
+        try:
+            trial = self.attempt(variant)
+        except StageError as error:
+            if is_asked:
+                raise
+            self.failed.append(Candidate(variant.name, Status.FAILED, error.message))
+            self.progress.advance(note=f"{variant} failed")
+            return False
+        self.trials[variant] = trial
+        self.progress.advance(note=f"{variant}: {trial.verdict.reason}")
+        return trial.verdict.passed
+
+    def _is_over(self) -> bool:
+        return time.monotonic() > self._until

@@ -1,0 +1,83 @@
+"""Loading a bundle that proves itself first, on this machine, against the original's stored answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hasten.backends import Artifact, RunOptions
+from hasten.bundle import Bundle
+from hasten.core.errors import AccuracyError
+from hasten.core.plan import Gate
+from hasten.core.progress import Silent
+from hasten.core.report import Candidate, Status, Verdict
+from hasten.measure.fault import with_fault
+from hasten.measure.verify import Expectation, expect, verify
+from hasten.predictor import Predictor, open_session, probe, required
+
+logger = logging.getLogger("hasten")
+
+# Enough to see that instructions or a library compute otherwise; where these few do not pass, all of them decide.
+_FEW = 64
+
+
+def open_proven(bundle: Bundle, variant: str | None, options: RunOptions) -> Predictor:
+    """The first variant, in order of speed, that runs here and answers like the original, at last the graph.
+
+    Every one passed over is named; one that was asked for by name is an error where it does not.
+    """
+    refused: list[Candidate] = []
+    artifacts = iter([required(bundle, bundle.entry(variant))]) if variant else _runnable(bundle, refused)
+    tokenizer = bundle.tokenizer()
+    for artifact in artifacts:
+        predictor = Predictor(bundle.manifest.task, tokenizer, open_session(artifact, options))
+        verdict = _prove(predictor, artifact, bundle, options)
+        if verdict.passed:
+            logger.info("%s answers like the original here: %s", artifact.variant, verdict.reason)
+            _tell(refused, artifact)
+            return predictor
+        predictor.close()
+        refused.append(Candidate(artifact.variant.name, Status.INACCURATE, verdict.reason, verdict))
+    wrong = f"{variant} does not answer" if variant else "no variant answers"
+    raise AccuracyError(
+        f"{wrong} like the original here ({bundle.path}): {refused[-1].reason}",
+        hint=f"hasten verify {bundle.path} shows all of them",
+        candidates=refused,
+    )
+
+
+def _runnable(bundle: Bundle, refused: list[Candidate]) -> Iterator[Artifact]:
+    for entry in bundle.manifest.variants:
+        support = probe(entry)
+        if support.ok:
+            yield bundle.artifact(entry)
+        else:
+            refused.append(Candidate(entry.name, Status.UNAVAILABLE, support.reason))
+    yield bundle.graph()
+
+
+def _tell(refused: list[Candidate], used: Artifact) -> None:
+    for candidate in refused:
+        wrong = "run" if candidate.status is Status.UNAVAILABLE else "answer like the original"
+        logger.warning(
+            "passing over %s, which does not %s here: %s; using %s instead",
+            candidate.variant,
+            wrong,
+            candidate.reason,
+            used.variant,
+        )
+
+
+def _prove(predictor: Predictor, artifact: Artifact, bundle: Bundle, options: RunOptions) -> Verdict:
+    """A few rows by the agreement they must keep; if that does not do, all of them, as `hasten verify` judges."""
+    about, stored, name = bundle.manifest, bundle.reference(), artifact.variant.name
+    every = expect(predictor, stored.rows, Silent(), stored.outputs, about.gate.metric)
+    every = replace(every, precision=about.graph_precision)
+    few = Expectation(
+        predictor.encode(list(stored.rows[:_FEW])), every.first(_FEW, about.signature), precision=about.graph_precision
+    )
+    verdict = verify(predictor, name, few, Gate(about.gate.min_agreement), Silent())
+    if not verdict.passed:
+        verdict = verify(predictor, name, every, about.gate, Silent())
+    return with_fault(verdict, artifact, every.encoded.batch, options)

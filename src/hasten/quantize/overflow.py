@@ -1,0 +1,108 @@
+"""Values that fp16 cannot hold: which tensors of a graph leave its range on rows that are like those to come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hasten.core.errors import StageError
+from hasten.core.hardware import usable_cores
+from hasten.graph import read_graph
+from hasten.quantize.calibration import Calibration
+
+# Half of what fp16 holds: other texts may reach further than these.
+_LIMIT = float(np.finfo(np.float16).max) / 2
+# From here on a number stands for infinity in a mask. OpenVINO clips it to fp16's largest, and softmax makes the same
+# nothing of that (tests/contract/test_overflow.py).
+_INFINITY = 1e8
+_ENDS = ("ReduceMax", "ReduceMin")
+# How many operators a line for people names.
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """An operator with a tensor, of its making or a weight it reads, that leaves the range."""
+
+    operator: str
+    tensor: str
+    largest: float
+
+
+def overflows(graph: Path, calibration: Calibration) -> tuple[Overflow, ...]:
+    """Of a graph in fp32, in the order of its operators; memory does not grow with the number of rows."""
+    model = read_graph(graph, with_weights=False)
+    nodes = list(model.graph.node)
+    weights = dict(_weights(model, graph.parent))
+    activations: dict[str, float] = {}
+    for name, size in _activations(model, graph.parent, calibration):
+        activations[name] = max(size, activations.get(name, 0.0))
+    found: dict[str, Overflow] = {}
+    for node in nodes:
+        sizes = [(name, weights.get(name, 0.0)) for name in node.input]
+        sizes += [(name, activations.get(name, 0.0)) for name in node.output]
+        for name, size in sizes:
+            if size > _LIMIT:
+                found.setdefault(name, Overflow(node.name or node.output[0], name, size))
+    return tuple(found.values())
+
+
+def describe(found: Sequence[Overflow]) -> str:
+    """One line for people: how many operators, how far their values go, and the first of them."""
+    operators = list(dict.fromkeys(one.operator for one in found))
+    names = ", ".join(operators[:_NAMED]) + (", …" if len(operators) > _NAMED else "")
+    what = "1 operator" if len(operators) == 1 else f"{len(operators)} operators"
+    return f"{what} kept in fp32: values reach {max(one.largest for one in found):.1e} ({names})"
+
+
+def _weights(model: Any, folder: Path) -> Iterator[tuple[str, float]]:
+    from onnx import TensorProto, numpy_helper
+
+    for tensor in model.graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT:
+            yield tensor.name, _size(numpy_helper.to_array(tensor, str(folder)))
+
+
+def _size(values: Any) -> float:
+    """The largest absolute value. Beside a mask's infinity stands nothing large that was not computed before it."""
+    sizes = np.abs(values)
+    return float(sizes.max(initial=0.0, where=sizes < _INFINITY))
+
+
+def _activations(model: Any, folder: Path, calibration: Calibration) -> Iterator[tuple[str, float]]:
+    """The largest of every tensor in every batch, found in the graph itself: only single numbers leave it."""
+    import onnxruntime
+
+    names = _measure(model)
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = usable_cores()
+    settings.log_severity_level = 3
+    settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    try:
+        session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+        taken = [entry.name for entry in session.get_inputs()]
+        for feeds in calibration.feeds():
+            ends = np.reshape(session.run(None, {name: feeds[name] for name in taken}), (-1, len(_ENDS)))
+            yield from zip(names, map(_size, ends), strict=True)
+    except Exception as error:  # the binding raises its own unrelated classes
+        raise StageError(f"how large values become cannot be measured: {error}") from error
+
+
+def _measure(model: Any) -> list[str]:
+    """Give the graph other outputs: of each tensor of floats its two ends. Returns the names of those tensors."""
+    import onnx
+
+    inferred = onnx.shape_inference.infer_shapes(model).graph
+    kinds = {entry.name: entry.type.tensor_type.elem_type for entry in (*inferred.value_info, *inferred.output)}
+    names = [name for node in model.graph.node for name in node.output if kinds.get(name) == onnx.TensorProto.FLOAT]
+    del model.graph.output[:]
+    for place, name in enumerate(names):
+        for kind in _ENDS:
+            end = f"overflow/{place}/{kind}"
+            model.graph.node.append(onnx.helper.make_node(kind, [name], [end], keepdims=0))
+            model.graph.output.append(onnx.helper.make_tensor_value_info(end, onnx.TensorProto.FLOAT, []))
+    return names

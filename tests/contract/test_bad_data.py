@@ -1,0 +1,183 @@
+"""Rows that cannot be judged by, or calibrated on: found before the weights are read, which here cannot be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hasten
+from hasten.core.errors import HastenError, InputError, PlanError, StageError
+
+ROWS = [{"text": "a fine day", "label": "good"}, {"text": "a bad one", "label": "bad"}, {"text": "so so", "label": 1}]
+PAIRS = [{"text": "a", "text_pair": "b", "score": 2}, {"text": "c", "text_pair": "d", "score": 2.0}]
+OTHERS = [{"text": "another"}, {"text": "and another"}]
+
+BAD_DATA: dict[str, tuple[dict[str, Any], type[HastenError], str]] = {
+    "an empty file": ({"data": []}, InputError, "holds no rows"),
+    "no such file": ({"data": "nowhere.jsonl"}, InputError, "no data file at nowhere.jsonl"),
+    "an empty folder": ({"data": "{folder}"}, InputError, "cannot be read"),
+    "not JSON": ({"data": "{torn}"}, InputError, "line 1 is not JSON"),
+    "a missing column": ({"data": [{"sentence": "a", "label": 1}]}, InputError, 'no "text": {sentence, label}'),
+    "a column in a later row": ({"data": [*ROWS, {"label": 1}]}, InputError, "item 4"),
+    "a column that is nowhere": ({"data": ROWS, "columns": {"text": "txt"}}, InputError, "no column 'txt'"),
+    "a name that the task does not know": (
+        {"data": ROWS, "columns": {"txt": "text"}}, PlanError, "'txt', which text-classification does not know: did you"
+    ),
+    "an unknown label": ({"data": [*ROWS, {"text": "x", "label": "godo"}]}, InputError, "did you mean 'good'"),
+    "a label out of range": ({"data": [{"text": "x", "label": 3}]}, InputError, "has the label 3"),
+    "a label that is missing": ({"data": [*ROWS, {"text": "x"}]}, InputError, 'row 4 has no "label"'),
+    "no labels for a drop": ({"data": OTHERS, "max_drop": 1.0}, PlanError, "--max-drop needs labels"),
+    "no labels for a metric": ({"data": OTHERS, "metric": "accuracy"}, PlanError, "--metric needs labels"),
+    "a metric of another task": ({"data": ROWS, "metric": "exact-match"}, PlanError, "no metric 'exact-match'"),
+    "a metric that may be two": ({"data": ROWS, "metric": "f1"}, PlanError, "macro F1 or micro F1"),
+    "calibration is the same file": (
+        {"data": "same.jsonl", "calibration": "same.jsonl"}, PlanError, "proves nothing"
+    ),
+    "calibration has the same rows": (
+        {"data": ROWS, "calibration": [{"text": row["text"]} for row in ROWS]}, PlanError, "every row of"
+    ),
+    "calibration is empty": ({"data": ROWS, "calibration": []}, InputError, "calibration.jsonl holds no rows"),
+    "calibration is a folder": ({"calibration": "{folder}"}, InputError, "cannot be read"),
+    "calibration lacks a column": (
+        {"data": ROWS, "calibration": [{"sentence": "a"}]}, InputError, 'calibration.jsonl: item 1 has no "text"'
+    ),
+    "calibration alone lacks a column": (
+        {"calibration": [{"sentence": "a"}]}, InputError, 'calibration.jsonl: item 1 has no "text"'
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Options whose rows lie in files by now."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "torn.jsonl").write_text('{"text": "a"', encoding="utf-8")
+    places = {"{folder}": tmp_path / "folder", "{torn}": tmp_path / "torn.jsonl"}
+
+    def write(options: dict[str, Any]) -> dict[str, Any]:
+        written = dict(options)
+        for name in ("data", "calibration"):
+            value = options.get(name)
+            if isinstance(value, list):
+                written[name] = tmp_path / f"{name}.jsonl"
+                written[name].write_text("".join(json.dumps(row) + "\n" for row in value), encoding="utf-8")
+            elif value is not None:
+                written[name] = places.get(value, value)
+        return written
+
+    return write
+
+
+@pytest.fixture
+def unloadable(tiny_classifier: Any, tmp_path: Path) -> Path:
+    """Whoever reads its weights gets another error."""
+    model = shutil.copytree(tiny_classifier("bert"), tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"no weights")
+    return model
+
+
+@pytest.mark.parametrize("case", BAD_DATA)
+def test_bad_data_is_found_before_the_weights_are_read(
+    unloadable: Path, no_leftovers: Path, asked: Any, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hasten.cli import main
+
+    options, error, says = BAD_DATA[case]
+    with pytest.raises(error, match=says) as caught:
+        hasten.build(unloadable, no_leftovers, **asked(options))
+    assert "\n" not in str(caught.value)
+    # And so does the command, which was only asked what it would do.
+    words = [f"--{name.replace('_', '-')}={_word(value)}" for name, value in asked(options).items()]
+    capsys.readouterr()
+    assert main(["build", str(unloadable), "-o", str(no_leftovers), "--dry-run", *words]) == error.exit_code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {caught.value.message}")
+
+
+def _word(value: object) -> str:
+    return ",".join(f"{a}={b}" for a, b in value.items()) if isinstance(value, dict) else str(value)
+
+
+@pytest.mark.parametrize("kind", ["regression", "similarity", "ranking"])
+def test_nothing_correlates_with_one_value(
+    tiny_classifier: Any, tiny_embedder: Any, no_leftovers: Path, asked: Any, tmp_path: Path, kind: str
+) -> None:
+    model = tiny_embedder() if kind == "similarity" else tiny_classifier("bert", labels=("stars",))
+    model = shutil.copytree(model, tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"no weights")
+    task = "text-ranking" if kind == "ranking" else None
+    with pytest.raises(InputError, match=r"no correlation can be measured: the only score in all rows is 2\.0"):
+        hasten.build(model, no_leftovers, task=task, **asked({"data": PAIRS}))
+
+
+def test_labels_that_the_configuration_leaves_out_are_known_all_the_same(
+    unloadable: Path, no_leftovers: Path, asked: Any
+) -> None:
+    config = json.loads((unloadable / "config.json").read_text())
+    (unloadable / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "label" not in k}))
+    with pytest.raises(InputError, match="'good', which the model does not know") as caught:
+        hasten.build(unloadable, no_leftovers, **asked({"data": ROWS}))
+    assert caught.value.hint == "its labels: LABEL_0, LABEL_1"
+
+
+def test_labels_of_masks_are_held_against_the_masks(
+    tiny_model: Any, no_leftovers: Path, asked: Any, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model("bert", "ForMaskedLM"), tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(InputError, match="row 1 has 2 labels for 1 masks"):
+        hasten.build(model, no_leftovers, **asked({"data": [{"text": "a [MASK] day", "label": ["b", "c"]}]}))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"data": ROWS, "max_drop": 1.0}, "3 rows cannot show a drop of 1 point: one row is 33"),
+        ({"data": ROWS[:1]}, "one row was given"),
+        (
+            {"data": ROWS, "calibration": [*OTHERS, {"text": ROWS[1]["text"]}]},
+            "calibration and evaluation data share 1 of 3 rows: those are not calibrated on",
+        ),
+    ],
+)
+def test_what_data_will_not_show_is_said_before_the_work(
+    unloadable: Path,
+    no_leftovers: Path,
+    asked: Any,
+    options: dict[str, Any],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from hasten.cli import main
+
+    words = [str(unloadable), "-o", str(no_leftovers)]
+    words += [f"--{name.replace('_', '-')}={value}" for name, value in asked(options).items()]
+    capsys.readouterr()
+    assert main(["build", *words, "--dry-run"]) == 0
+    assert says in " ".join(capsys.readouterr().out.split())
+    assert main(["build", *words, "--quiet"]) == StageError.exit_code
+    printed = " ".join(capsys.readouterr().err.split())
+    assert printed.index(says) < printed.index("does not load")
+
+
+def test_calibration_needs_no_labels_and_no_other_columns(tiny_classifier: Any, tmp_path: Path) -> None:
+    from hasten.builder.outline import outline
+    from hasten.core.plan import Plan
+
+    (tmp_path / "dev.csv").write_text("sentence,stars\na fine day,good\n", encoding="utf-8")
+    columns = {"text": "sentence", "label": "stars"}
+    for name, content in (("train.csv", "sentence\nanother\n"), ("train.jsonl", '{"sentence": "another"}\n')):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        plan = Plan(
+            str(tiny_classifier("bert")),
+            data=str(tmp_path / "dev.csv"),
+            calibration=str(tmp_path / name),
+            columns=columns,
+        )
+        assert outline(plan).notes == ("one row was given: what is measured on it says little",)

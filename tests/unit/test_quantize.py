@@ -1,0 +1,427 @@
+"""Each way to quantize: what comes out, what stays in float, and the same bytes every time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+onnx = pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
+
+from onnx import TensorProto, helper, numpy_helper  # noqa: E402
+
+from hasten.backends.onnxruntime import stored_precision  # noqa: E402
+from hasten.core.errors import InputError, PlanError, StageError, UnsupportedError  # noqa: E402
+from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Signature, TensorSpec, pad  # noqa: E402
+from hasten.core.variant import Precision  # noqa: E402
+from hasten.graph import operators  # noqa: E402
+from hasten.quantize.calibration import Calibration  # noqa: E402
+from hasten.quantize.make import make_graph  # noqa: E402
+from hasten.quantize.recipe import Calibrator, Method, Recipe, read_recipe  # noqa: E402
+from hasten.quantize.static import find_ranges, quantize_static  # noqa: E402
+
+WORDS, WIDTH, INNER = 40, 32, 64
+SIGNATURE = Signature(
+    (TensorSpec("input_ids", DType.INT32, (BATCH, SEQUENCE)),),
+    (TensorSpec("logits", DType.FLOAT32, (BATCH, 3)),),
+    max_length=64,
+)
+LONGEST = 20
+ROWS = [[3, 17, 39, 5], [8], list(range(LONGEST)), [1, 1, 2, 30, 31]]
+CALIBRATION = Calibration(Batch.from_rows({"input_ids": ROWS}), SIGNATURE)
+KEPT = "down"
+
+
+def node(kind: str, inputs: list[str], output: str, name: str | None = None, **about: Any) -> Any:
+    return helper.make_node(kind, inputs, [output], name=name or output, **about)
+
+
+def save(file: Path, *, attention: bool = False, score_bias: bool = False) -> Path:
+    """A lookup, feed-forward with its residual, a head; attention in front, as ONNX Runtime fuses it, where asked."""
+    draw = np.random.default_rng(5)
+    shapes = {"words": (WORDS, WIDTH), "up_weight": (WIDTH, INNER), "down_weight": (INNER, WIDTH)}
+    shapes |= {"head_weight": (3, WIDTH), "head_bias": (3,), "beside_weight": (WIDTH, WIDTH)}
+    shapes |= {"qkv": (WIDTH, 3 * WIDTH), "qkv_bias": (3 * WIDTH,)} if attention else {}
+    tensors = [numpy_helper.from_array(draw.normal(size=s).astype(np.float32), name) for name, s in shapes.items()]
+    tensors.append(numpy_helper.from_array(np.array(0), "first"))
+    nodes = [node("Gather", ["words", "input_ids"], "embedded")]
+    hidden = "embedded"
+    if attention:
+        bias = ["", "", "scores"] if score_bias else []
+        about = {"domain": "com.microsoft", "num_heads": 4}
+        nodes.append(node("Attention", ["embedded", "qkv", "qkv_bias", *bias], "attended", "attention", **about))
+        # What attention reads, a product reads too.
+        nodes.append(node("MatMul", ["embedded", "beside_weight"], "beside"))
+        nodes.append(node("Add", ["attended", "beside"], "hidden"))
+        hidden = "hidden"
+    if score_bias:
+        tensors.append(numpy_helper.from_array(np.zeros((1, 4, LONGEST, LONGEST), np.float32), "scores"))
+    nodes += [
+        node("MatMul", [hidden, "up_weight"], "up"),
+        node("Relu", ["up"], "active"),
+        node("MatMul", ["active", "down_weight"], KEPT),
+        node("Add", [hidden, KEPT], "sum"),
+        node("Gather", ["sum", "first"], "pooled", axis=1),
+        node("Gemm", ["pooled", "head_weight", "head_bias"], "logits", "head", transB=1),
+    ]
+    ids = helper.make_tensor_value_info("input_ids", TensorProto.INT32, ["batch", "sequence"])
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 3])
+    if not attention:
+        tensors = [tensor for tensor in tensors if tensor.name != "beside_weight"]
+    graph = helper.make_graph(nodes, "test", [ids], [logits], tensors)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    onnx.save_model(helper.make_model(graph, opset_imports=opsets, ir_version=8), file)
+    return file
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    return save(tmp_path / "plain.onnx")
+
+
+@pytest.fixture
+def fused(tmp_path: Path) -> Path:
+    return save(tmp_path / "fused.onnx", attention=True)
+
+
+def recipe_for(method: Method, graph: Path, **about: Any) -> Recipe:
+    """A whole one: with ranges or the rows' digest where its method needs them."""
+    backend = "openvino" if method is Method.NNCF else "onnxruntime"
+    bits = about.get("bits", 8)
+    recipe = Recipe(variant=f"{backend}-int{bits}", method=method, target="avx512_vnni", **about)
+    if method is Method.STATIC:
+        ranges = find_ranges(graph, CALIBRATION, Calibrator.MINMAX, recipe)
+        return replace(recipe, calibrator=Calibrator.MINMAX, ranges=ranges)
+    return replace(recipe, calibration=CALIBRATION.digest) if method is Method.NNCF else recipe
+
+
+def made(method: Method, graph: Path, **about: Any) -> Path:
+    file = graph.with_name(f"{method}-{len(list(graph.parent.iterdir()))}.{'xml' if method is Method.NNCF else 'onnx'}")
+    make_graph(graph, file, recipe_for(method, graph, **about), CALIBRATION, external_data=False)
+    return file
+
+
+def answers(file: Path) -> np.ndarray:
+    feeds = pad(CALIBRATION.rows.take(np.array([2])), SIGNATURE)
+    if file.suffix == ".xml":
+        import openvino
+
+        settings = {"INFERENCE_PRECISION_HINT": "f32"}
+        return openvino.Core().compile_model(file, "CPU", settings)(feeds)[0]
+    return ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, feeds)[0]
+
+
+def find(file: Path, name: str) -> Any:
+    return next((node for node in onnx.load(file).graph.node if node.name == name), None)
+
+
+def weights(file: Path) -> dict[str, np.ndarray]:
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(file).graph.initializer}
+
+
+def openvino_weights(file: Path) -> list[np.ndarray]:
+    """The matrices that OpenVINO's file holds in bytes."""
+    import openvino
+
+    constants = [op for op in openvino.Core().read_model(file).get_ops() if op.get_type_name() == "Constant"]
+    return [op.data for op in constants if op.get_element_type().get_type_name() == "i8" and len(op.shape) == 2]
+
+
+@pytest.mark.parametrize(
+    ("method", "about", "expected", "gone"),
+    [
+        (Method.DYNAMIC, {}, {"MatMulInteger": 4, "Attention": 1}, {"MatMul", "Gemm"}),
+        (Method.DYNAMIC, {"attention": True}, {"MatMulInteger": 4, "QAttention": 1}, {"MatMul", "Gemm", "Attention"}),
+        (Method.STATIC, {}, {"MatMul": 3, "Gemm": 1, "QuantizeLinear": 4, "Attention": 1}, {"DynamicQuantizeLinear"}),
+        (Method.STATIC, {"attention": True}, {"QAttention": 1, "QuantizeLinear": 4}, {"Attention"}),
+        (Method.BLOCKS, {"bits": 8}, {"MatMulNBits": 3, "Gemm": 1, "Attention": 1}, {"MatMul"}),
+        (Method.BLOCKS, {"bits": 4}, {"MatMulNBits": 3, "Gemm": 1, "Attention": 1}, {"MatMul"}),
+    ],
+)
+def test_the_operators_asked_for_come_out(
+    fused: Path, method: Method, about: dict[str, Any], expected: dict[str, int], gone: set[str]
+) -> None:
+    file = made(method, fused, **about)
+    found = operators(file)
+    assert {kind: found.get(kind) for kind in expected} == expected
+    assert not gone & set(found)
+    wanted = answers(fused)
+    assert np.linalg.norm(answers(file) - wanted) < (0.2 if about.get("bits") == 4 else 0.05) * np.linalg.norm(wanted)
+    assert not np.array_equal(answers(file), wanted)
+
+
+def test_openvino_products_are_quantized(plain: Path) -> None:
+    file = made(Method.NNCF, plain)
+    assert len(openvino_weights(file)) >= 3
+    wanted = answers(plain)
+    assert np.linalg.norm(answers(file) - wanted) < 0.05 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("method", [Method.DYNAMIC, Method.STATIC, Method.BLOCKS])
+def test_what_is_kept_stays_in_float(plain: Path, method: Method) -> None:
+    file = made(method, plain, keep=(KEPT,))
+    kept = find(file, KEPT)
+    assert kept.op_type == "MatMul"
+    # Its input too: not a rounded one, taken from a neighbour.
+    assert list(kept.input) == ["active", "down_weight"]
+    np.testing.assert_array_equal(weights(file)["down_weight"], weights(plain)["down_weight"])
+    assert "up_weight" not in weights(file)
+
+
+@pytest.mark.parametrize("method", list(Method))
+def test_a_kept_head_stays_in_float(plain: Path, method: Method) -> None:
+    """Quantizers take a Gemm apart, and call the parts by other names."""
+    file = made(method, plain, keep=("head",))
+    if method is Method.NNCF:
+        assert {weight.shape for weight in openvino_weights(file)} == {(WIDTH, INNER), (INNER, WIDTH), (WORDS, WIDTH)}
+    else:
+        kept = weights(file)["head_weight"]
+        assert kept.dtype == np.float32
+
+
+def test_kept_attention_stays_in_float(fused: Path) -> None:
+    for method in (Method.DYNAMIC, Method.STATIC):
+        assert find(made(method, fused, attention=True, keep=("attention",)), "attention").op_type == "Attention"
+
+
+def test_kept_by_a_name_nobody_has(plain: Path) -> None:
+    for method in Method:
+        with pytest.raises(PlanError, match="nobody"):
+            made(method, plain, keep=("nobody",))
+
+
+@pytest.mark.parametrize("method", [Method.DYNAMIC, Method.STATIC])
+def test_attention_with_a_bias_of_its_own_is_left_alone(tmp_path: Path, method: Method) -> None:
+    """Its quantized form has no place for one, and would answer without it."""
+    graph = save(tmp_path / "graph.onnx", attention=True, score_bias=True)
+    assert operators(made(method, graph, attention=True)).get("Attention") == 1
+
+
+@pytest.mark.parametrize("method", [Method.DYNAMIC, Method.STATIC, Method.NNCF])
+def test_reduced_weights_keep_to_seven_bits(fused: Path, plain: Path, method: Method) -> None:
+    graph = plain if method is Method.NNCF else fused
+    largest = {}
+    for is_reduced in (False, True):
+        file = made(method, graph, reduce_range=is_reduced, attention=method is not Method.NNCF)
+        if method is Method.NNCF:
+            found = [weight for weight in openvino_weights(file) if weight.shape != (WORDS, WIDTH)]
+        else:
+            found = [value for value in weights(file).values() if value.dtype == np.int8 and value.ndim == 2]
+        assert len(found) >= 3
+        largest[is_reduced] = max(int(np.abs(value.astype(int)).max()) for value in found)
+    assert largest[False] > 100
+    assert largest[True] <= 64
+
+
+def test_static_leaves_residuals_exact(plain: Path) -> None:
+    """What the first product reads rounded, the addition after the second reads as it is."""
+    file = made(Method.STATIC, plain)
+    assert find(file, "sum").input[0] == "embedded"
+    assert find(file, "up").input[0] != "embedded"
+
+
+def test_static_gives_each_processor_its_bytes(plain: Path) -> None:
+    recipe = recipe_for(Method.STATIC, plain)
+    for target, kind in {"arm64": np.int8, "amx": np.uint8}.items():
+        file = plain.with_name(f"{target}.onnx")
+        quantize_static(plain, file, replace(recipe, target=target), external_data=False)
+        assert weights(file)["active_zero_point"].dtype == kind
+        assert np.linalg.norm(answers(file) - answers(plain)) < 0.05 * np.linalg.norm(answers(plain))
+
+
+@pytest.mark.parametrize("method", [Method.DYNAMIC, Method.STATIC, Method.BLOCKS])
+def test_weights_may_lie_beside_the_graph(plain: Path, tmp_path: Path, method: Method) -> None:
+    (tmp_path / "out").mkdir()
+    beside, file = tmp_path / "out" / "model.onnx", made(method, plain)
+    make_graph(plain, beside, recipe_for(method, plain), CALIBRATION, external_data=True)
+    assert sorted(path.name for path in beside.parent.iterdir()) == ["model.onnx", "model.onnx.data"]
+    np.testing.assert_array_equal(answers(beside), answers(file))
+
+
+AGAIN = """
+import json, sys
+from pathlib import Path
+from hasten.core.tensors import Batch, DType, Signature, TensorSpec
+from hasten.quantize.calibration import Calibration
+from hasten.quantize.make import make_graph
+from hasten.quantize.recipe import read_recipe
+connected = []
+sys.addaudithook(lambda event, _: connected.append(event) if event == "socket.connect" else None)
+told = json.loads(sys.argv[1])
+signature = Signature((TensorSpec("input_ids", DType.INT32, ("batch", "sequence")),), (), max_length=64)
+calibration = Calibration(Batch.from_rows({"input_ids": told["rows"]}), signature)
+for graph, file, recipe in told["work"]:
+    make_graph(Path(graph), Path(file), read_recipe(Path(recipe)), calibration, external_data=False)
+import nncf.telemetry
+print(json.dumps([type(nncf.telemetry.telemetry).__name__, connected]))
+"""
+
+
+def test_the_same_bytes_in_every_process_and_nothing_sent(plain: Path, fused: Path, tmp_path: Path) -> None:
+    """From the recipe as it was written down, where names hash otherwise; and NNCF, outside of tests, reports home."""
+    pytest.importorskip("nncf")
+    recipes = {
+        "dynamic": (fused, recipe_for(Method.DYNAMIC, fused, attention=True)),
+        "static": (fused, recipe_for(Method.STATIC, fused, attention=True, keep=("beside",))),
+        "blocks": (plain, recipe_for(Method.BLOCKS, plain, bits=4)),
+        "nncf": (plain, recipe_for(Method.NNCF, plain)),
+    }
+    work, home = [], tmp_path / "home"
+    home.mkdir()
+    for name, (graph, recipe) in recipes.items():
+        kind = "xml" if recipe.method is Method.NNCF else "onnx"
+        recipe.write(tmp_path / f"{name}.toml")
+        assert read_recipe(tmp_path / f"{name}.toml") == recipe
+        for place in ("here", "there"):
+            (tmp_path / place).mkdir(exist_ok=True)
+        make_graph(graph, tmp_path / "here" / f"{name}.{kind}", recipe, CALIBRATION, external_data=False)
+        work.append([str(graph), str(tmp_path / "there" / f"{name}.{kind}"), str(tmp_path / f"{name}.toml")])
+    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "NNCF_CI", "TF_BUILD")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", AGAIN, json.dumps({"rows": ROWS, "work": work})],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment | {"PYTHONHASHSEED": "7", "HOME": str(home)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert json.loads(done.stdout) == ["MagicMock", []]
+    # ONNX Runtime keeps something in .cache; openvino_telemetry would keep the number it knows the user by.
+    assert [entry.name for entry in home.iterdir() if entry.name != ".cache"] == []
+    here = {file.name: digest(file) for file in (tmp_path / "here").iterdir()}
+    assert len(here) == 5
+    assert here == {file.name: digest(file) for file in (tmp_path / "there").iterdir()}
+
+
+def digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("method", list(Method))
+def test_quantizers_say_nothing(plain: Path, method: Method, capfd: pytest.CaptureFixture[str]) -> None:
+    made(method, plain)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_ranges_are_those_of_all_rows(plain: Path) -> None:
+    model = onnx.load(plain)
+    model.graph.output.append(helper.make_tensor_value_info("active", TensorProto.FLOAT, None))
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    seen = [session.run(["active"], feed)[0] for feed in CALIBRATION.feeds()]
+    recipe = recipe_for(Method.STATIC, plain)
+    assert set(recipe.ranges) == {"embedded", "active", "pooled"}
+    low, high = recipe.ranges["active"]
+    assert low == 0
+    assert high == pytest.approx(max(float(values.max()) for values in seen), rel=1e-5)
+
+
+@pytest.mark.parametrize("calibrator", [Calibrator.ENTROPY, Calibrator.PERCENTILE])
+def test_ranges_of_what_is_common_lie_within_those_of_all(plain: Path, calibrator: Calibrator) -> None:
+    recipe = recipe_for(Method.STATIC, plain)
+    found = find_ranges(plain, CALIBRATION, calibrator, recipe)
+    assert set(found) == set(recipe.ranges)
+    for name, (low, high) in found.items():
+        assert recipe.ranges[name][0] - 1e-6 <= low < high <= recipe.ranges[name][1] + 1e-6
+
+
+@pytest.mark.parametrize("calibrator", list(Calibrator))
+def test_one_rectangle_is_held_at_a_time(plain: Path, calibrator: Calibrator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows there are: what ONNX Runtime collected is gone before it sees the next."""
+    from onnxruntime.quantization.calibrate import HistogramCalibrater, MinMaxCalibrater
+
+    kind = MinMaxCalibrater if calibrator is Calibrator.MINMAX else HistogramCalibrater
+    collect, held = kind.collect_data, []
+
+    def watched(self: Any, reader: Any) -> None:
+        read: list[Any] = []
+        monkeypatch.setattr(reader, "get_next", counting(reader.get_next, read))
+        assert self.intermediate_outputs == []
+        collect(self, reader)
+        held.append(len(read))
+
+    monkeypatch.setattr(kind, "collect_data", watched)
+    many = Calibration(Batch.from_rows({"input_ids": [[1] * 64] * 100}), SIGNATURE)
+    assert find_ranges(plain, many, calibrator, Recipe(variant="onnxruntime-int8", method=Method.STATIC, target="amx"))
+    assert held == [1] * len(list(many.feeds()))
+    assert len(held) > 5
+
+
+def counting(read: Callable[[], Any], seen: list[Any]) -> Callable[[], Any]:
+    def counted() -> Any:
+        feed = read()
+        seen.extend([feed] if feed else [])
+        return feed
+
+    return counted
+
+
+def test_what_static_cannot_do_without(plain: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(Method.STATIC, plain)
+    without = replace(recipe, ranges={name: limits for name, limits in recipe.ranges.items() if name != "active"})
+    with pytest.raises(PlanError, match="active"):
+        make_graph(plain, tmp_path / "out.onnx", without, None, external_data=False)
+    with pytest.raises(InputError, match="no rows"):
+        find_ranges(plain, CALIBRATION.first(0), Calibrator.MINMAX, recipe)
+    with pytest.raises(InputError, match="no rows"):
+        find_ranges(plain, CALIBRATION.first(0), Calibrator.ENTROPY, recipe)
+
+
+def test_values_that_are_no_numbers_are_found_out(plain: Path) -> None:
+    model = onnx.load(plain)
+    for tensor in model.graph.initializer:
+        if tensor.name == "up_weight":
+            tensor.CopyFrom(numpy_helper.from_array(np.full((WIDTH, INNER), np.inf, np.float32), tensor.name))
+    onnx.save_model(model, plain)
+    with pytest.raises(StageError, match="active"):
+        recipe_for(Method.STATIC, plain)
+
+
+@pytest.mark.parametrize(("bits", "precision"), [(8, Precision.INT8), (4, Precision.INT4)])
+def test_blocks_are_known_by_their_bits(plain: Path, bits: int, precision: Precision) -> None:
+    assert stored_precision(made(Method.BLOCKS, plain, bits=bits)) is precision
+    assert stored_precision(made(Method.BLOCKS, plain, bits=bits, keep=("up", KEPT))) is Precision.FP32
+
+
+def test_embeddings_do_not_make_a_graph_int8(plain: Path) -> None:
+    assert stored_precision(made(Method.DYNAMIC, plain)) is Precision.INT8
+    assert stored_precision(made(Method.DYNAMIC, plain, keep=("up", KEPT, "head"))) is Precision.FP32
+
+
+@pytest.mark.parametrize("about", [{"bits": 3}, {"block_size": 24}, {"block_size": 8}, {"block_size": 0}])
+def test_blocks_nobody_can_make(plain: Path, tmp_path: Path, about: dict[str, int]) -> None:
+    recipe = replace(recipe_for(Method.BLOCKS, plain), **about)
+    with pytest.raises(PlanError, match="cannot be made"):
+        make_graph(plain, tmp_path / "out.onnx", recipe, None, external_data=False)
+
+
+def test_nncf_needs_the_rows_of_the_recipe(plain: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(Method.NNCF, plain)
+    for rows in (None, CALIBRATION.first(2)):
+        with pytest.raises(PlanError, match="calibrat"):
+            make_graph(plain, tmp_path / "out.xml", recipe, rows, external_data=False)
+
+
+def test_nncf_that_is_not_installed(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_for(Method.NNCF, plain)
+    monkeypatch.setitem(sys.modules, "nncf", None)
+    with pytest.raises(UnsupportedError, match=r"hasten\[nncf\]"):
+        make_graph(plain, tmp_path / "out.xml", recipe, CALIBRATION, external_data=False)
+
+
+@pytest.mark.parametrize("method", list(Method))
+def test_a_broken_graph_is_a_stage_error(plain: Path, tmp_path: Path, method: Method) -> None:
+    recipe = recipe_for(method, plain)
+    (tmp_path / "broken.onnx").write_bytes(b"not a graph")
+    with pytest.raises(StageError):
+        make_graph(tmp_path / "broken.onnx", tmp_path / "out.onnx", recipe, CALIBRATION, external_data=False)
