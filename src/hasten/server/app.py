@@ -1,85 +1,72 @@
-"""Paths to what answers them. The same application behind our own connections and behind any ASGI server."""
+"""The application: a request finds its route, is let in, and is answered, whatever goes wrong."""
 
 from __future__ import annotations
 
+import hmac
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+import time
+from collections.abc import Iterable, Sequence
 
-import msgspec
-
-from hasten.core.errors import HastenError, InputError, PlanError
-from hasten.core.tensors import Outputs
-from hasten.core.version import __version__
-from hasten.server import v2
-from hasten.server.engine import Measured
+from hasten.core.errors import HastenError
+from hasten.server import huggingface, openai, operations, tei, v2
 from hasten.server.exchange import Exchange, Response
-from hasten.server.served import Served
-from hasten.tasks import Encoded
+from hasten.server.metrics import Metrics
+from hasten.server.models import Models
+from hasten.server.routes import Call, NotFoundError, Route, Router
 
 logger = logging.getLogger("hasten")
 
-
-class PredictRequest(msgspec.Struct):
-    inputs: Any
-    parameters: dict[str, Any] = {}  # noqa: RUF012
+PROTOCOLS: tuple[tuple[str, Sequence[Route]], ...] = (
+    ("v2", v2.ROUTES),
+    ("huggingface", huggingface.ROUTES),
+    ("openai", openai.ROUTES),
+    ("tei", tei.ROUTES),
+)
 
 
 class App:
-    def __init__(self, models: Mapping[str, Served]) -> None:
-        self.models = dict(models)
-        self.is_ready = True
+    """Called with an exchange, from the event loop; it never waits."""
+
+    def __init__(self, models: Models, metrics: Metrics, *, keys: Iterable[str] = (), hang_s: float = 60.0) -> None:
+        self.models = models
+        self.metrics = metrics
+        self.is_ready = False
+        self._hang_s = hang_s
+        self._keys = [key.encode() for key in keys]
+        self._router = Router([route for _, routes in PROTOCOLS for route in routes] + operations.routes(self))
+
+    def is_alive(self) -> bool:
+        """Not where a session has been running for longer than any batch may take."""
+        now = time.monotonic()
+        return all(served.engine.hung_s(now) < self._hang_s for served in self.models)
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        return self._router.routes
 
     def __call__(self, exchange: Exchange) -> None:
         try:
-            self._route(exchange)
+            route, names = self._router.find(exchange.method, exchange.path)
+            if self._keys and not route.is_open and not self._is_known(exchange):
+                raise _Unauthorized
+            route.handle(Call(exchange, self.models, names))
+        except NotFoundError as error:
+            exchange.reply(error.response())
+        except _Unauthorized:
+            headers = {"www-authenticate": "Bearer"}
+            body = Response.json({"error": "the API key is missing or unknown"}).body
+            exchange.reply(Response(401, body, headers=headers))
         except HastenError as error:
             exchange.fail(error)
         except Exception:
             logger.exception("%s %s failed", exchange.method, exchange.path)
             exchange.reply(Response.json({"error": "the server failed on this request; its log says why"}, 500))
 
-    def _route(self, exchange: Exchange) -> None:
-        parts = exchange.path.strip("/").split("/")
-        match (exchange.method, parts):
-            case ("POST", ["v2", "models", name, "infer"]) | ("POST", ["v2", "models", name, "versions", _, "infer"]):
-                v2.infer(self.model(name), exchange)
-            case ("POST", ["predict"]):
-                self._predict(self.model(None), exchange)
-            case ("GET" | "HEAD", ["v2", "health", "live"]):
-                exchange.reply(Response.text(""))
-            case ("GET" | "HEAD", ["v2", "health", "ready"]):
-                exchange.reply(Response.text("", 200 if self.is_ready else 503))
-            case ("GET", ["v2"]):
-                exchange.reply(Response.json({"name": "hasten", "version": __version__, "extensions": ["binary_tensor_data"]}))
-            case _:
-                raise PlanError(f"there is nothing at {exchange.method} {exchange.path}")
-
-    def model(self, name: str | None) -> Served:
-        if name is None:
-            if len(self.models) != 1:
-                raise InputError("there is more than one model", hint=f"name one of {', '.join(self.models)}")
-            return next(iter(self.models.values()))
-        if name not in self.models:
-            raise PlanError(f"there is no model '{name}'", hint=f"there is {', '.join(self.models)}")
-        return self.models[name]
-
-    def _predict(self, served: Served, exchange: Exchange) -> None:
-        request = exchange.read_json(PredictRequest)
-        options = served.task.options(served.spec, request.parameters)
-
-        def decode(outputs: Outputs, encoded: Encoded) -> Response:
-            answers = served.task.decode(outputs, encoded, options)
-            return Response.json(served.task.present(request.inputs, answers, options))
-
-        exchange.on_close = served.ask(lambda: request.inputs, decode, replier(exchange), options=options)
+    def _is_known(self, exchange: Exchange) -> bool:
+        """All keys are compared, each in constant time: how long it takes tells nothing."""
+        given = exchange.headers.get("authorization", "").removeprefix("Bearer ").strip().encode()
+        return any([hmac.compare_digest(given, key) for key in self._keys])  # noqa: C419
 
 
-def replier(exchange: Exchange) -> Callable[[Response | HastenError, Measured | None], None]:
-    def done(answer: Response | HastenError, measured: Measured | None) -> None:
-        if isinstance(answer, HastenError):
-            exchange.fail(answer)
-        else:
-            exchange.reply(answer)
-
-    return done
+class _Unauthorized(Exception):  # noqa: N818 – no error of anyone's program
+    pass

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import base64
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from hasten.core.errors import InputError
 from hasten.core.tensors import FloatArray, Outputs
-from hasten.server.exchange import Exchange, Response
-from hasten.server.served import Served
+from hasten.server.exchange import Response
+from hasten.server.routes import Call, Route
+from hasten.server.tei import gives_embeddings
 from hasten.tasks import Encoded
 
 
 class EmbeddingRequest(msgspec.Struct):
-    # Texts, or lists of token ids.
-    input: str | list[str] | list[int] | list[list[int]]
+    input: str | list[str]
     model: str = ""
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     user: str | None = None
 
 
-def embeddings(served: Served, request: EmbeddingRequest, exchange: Exchange, done: Any) -> None:
-    if served.task.outputs != ("embedding",):
+def embeddings(call: Call) -> None:
+    request = call.exchange.read_json(EmbeddingRequest)
+    served = call.models.only(request.model, gives_embeddings)
+    if not gives_embeddings(served):
         raise InputError(f"'{served.name}' answers {served.task.name}, and gives no embeddings")
     if request.dimensions is not None and request.dimensions < 1:
         raise InputError("dimensions must be at least 1")
@@ -34,7 +36,7 @@ def embeddings(served: Served, request: EmbeddingRequest, exchange: Exchange, do
         raise InputError("input is empty")
 
     def decode(outputs: Outputs, encoded: Encoded) -> Response:
-        vectors = _shortened(outputs["embedding"], request.dimensions)
+        vectors = _shortened(outputs[served.task.outputs[0]], request.dimensions)
         data = [
             {"object": "embedding", "index": place, "embedding": _written(vector, request.encoding_format)}
             for place, vector in enumerate(vectors)
@@ -43,7 +45,15 @@ def embeddings(served: Served, request: EmbeddingRequest, exchange: Exchange, do
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return Response.json({"object": "list", "data": data, "model": served.name, "usage": usage})
 
-    exchange.on_close = served.ask(lambda: texts, decode, done)
+    call.exchange.on_close = served.ask(lambda: texts, decode, call.done)
+
+
+def models(call: Call) -> None:
+    entries = [
+        {"id": served.name, "object": "model", "created": int(served.since), "owned_by": "hasten"}
+        for served in call.models
+    ]
+    call.exchange.reply(Response.json({"object": "list", "data": entries}))
 
 
 def _shortened(vectors: FloatArray, dimensions: int | None) -> FloatArray:
@@ -61,3 +71,9 @@ def _written(vector: FloatArray, form: str) -> object:
     if form == "float":
         return vector.tolist()
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+ROUTES = (
+    Route("POST", "/v1/embeddings", embeddings, "Embeddings as OpenAI gives them", EmbeddingRequest),
+    Route("GET", "/v1/models", models, "The models served here"),
+)

@@ -17,12 +17,13 @@ async def serve_http(app: App, host: str, port: int, limits: HttpLimits, *, drai
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    app.is_ready = True
     print(f"ready on {server.sockets[0].getsockname()}", flush=True)
     await stopping.wait()
     app.is_ready = False
     server.close()
     connections.drain()
-    await asyncio.gather(*(loop.run_in_executor(None, served.close, drain_s) for served in app.models.values()))
+    await loop.run_in_executor(None, app.models.close, drain_s)
     await server.wait_closed()
 
 

@@ -131,4 +131,6 @@ class Served:
         expected = expect(predictor, rows, Silent(), outputs)
         verdict = verify(predictor, self.variant.name, expected, Gate(min_agreement=0.9), Silent())
         if not verdict.passed:
-            raise AccuracyError(f"{self.name} does not answer {items} of its own rows like the original: {verdict.reason}")
+            raise AccuracyError(
+                f"{self.name} does not answer {items} of its own rows like the original: {verdict.reason}"
+            )

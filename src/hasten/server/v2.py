@@ -6,6 +6,8 @@ and gives tensors by the graph's names and, decoded, `answer`: JSON, one string 
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -13,12 +15,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hasten.core.errors import HastenError, InputError
+from hasten.core.errors import HastenError, InputError, PlanError
 from hasten.core.tensors import ATTENTION_MASK, BATCH, Batch, Outputs, TensorSpec, real_positions
-from hasten.server.engine import Measured
+from hasten.core.version import __version__
 from hasten.server.exchange import Exchange, Response, plain, read_json
+from hasten.server.routes import Call, Route
 from hasten.server.served import Served
 from hasten.tasks import Encoded
+
+logger = logging.getLogger("hasten")
 
 HEADER_LENGTH = "inference-header-content-length"
 ANSWER = "answer"
@@ -35,22 +40,23 @@ class InputTensor(msgspec.Struct):
     shape: list[int]
     datatype: str
     data: Any = None
-    parameters: dict[str, Any] = {}  # noqa: RUF012 – msgspec copies it
+    parameters: dict[str, Any] = {}
 
 
 class WantedOutput(msgspec.Struct):
     name: str
-    parameters: dict[str, Any] = {}  # noqa: RUF012
+    parameters: dict[str, Any] = {}
 
 
 class InferRequest(msgspec.Struct):
     inputs: list[InputTensor]
     id: str = ""
-    outputs: list[WantedOutput] = []  # noqa: RUF012
-    parameters: dict[str, Any] = {}  # noqa: RUF012
+    outputs: list[WantedOutput] = []
+    parameters: dict[str, Any] = {}
 
 
-def infer(served: Served, exchange: Exchange) -> None:
+def infer(call: Call) -> None:
+    served, exchange = call.models.named(call.names["model"]), call.exchange
     request, tail = _read(exchange)
     tensors = _tensors(request.inputs, tail)
     wanted = _wanted(request, served, "input_ids" in tensors)
@@ -58,19 +64,100 @@ def infer(served: Served, exchange: Exchange) -> None:
     def decode(outputs: Outputs, encoded: Encoded) -> Response:
         return _respond(served, request, wanted, outputs, encoded)
 
-    def done(answer: Response | HastenError, measured: Measured | None) -> None:
-        exchange.fail(answer) if isinstance(answer, HastenError) else exchange.reply(answer)
-
-    parameters = request.parameters
-    timeout = parameters.get("timeout")
-    options: dict[str, Any] = {
-        "priority": int(parameters.get("priority", 0)),
-        "timeout_s": timeout / 1e6 if isinstance(timeout, int) and timeout > 0 else None,
-    }
+    priority, timeout = (request.parameters.get(name, 0) for name in ("priority", "timeout"))
+    if not isinstance(priority, int) or not isinstance(timeout, int):
+        raise InputError("priority and timeout are whole numbers")
+    # In microseconds, as tritonserver has it; zero stands for none.
+    urgency: dict[str, Any] = {"priority": priority, "timeout_s": timeout / 1e6 if timeout > 0 else None}
     if "input_ids" in tensors:
-        exchange.on_close = served.submit(lambda: rows_of(served, tensors), decode, done, **options)
+        exchange.on_close = served.submit(lambda: rows_of(served, tensors), decode, call.done, **urgency)
     else:
-        exchange.on_close = served.ask(lambda: items_of(served, tensors), decode, done, **options)
+        exchange.on_close = served.ask(lambda: items_of(served, tensors), decode, call.done, **urgency)
+
+
+def server_metadata(call: Call) -> None:
+    extensions = ["binary_tensor_data", "model_repository"]
+    call.exchange.reply(Response.json({"name": "hasten", "version": __version__, "extensions": extensions}))
+
+
+def model_metadata(call: Call) -> None:
+    served = call.models.named(call.names["model"])
+    fields = [
+        *served.task.fields,
+        *(["text_pair"] if served.task.fields == ("text",) and served.task.takes_pairs else []),
+    ]
+    outputs = [
+        {"name": spec.name, "datatype": _NAMES[np.dtype(spec.dtype.value)], "shape": _shape(spec)}
+        for spec in served.signature.outputs
+        if _is_plain(served)
+    ]
+    call.exchange.reply(
+        Response.json(
+            {
+                "name": served.name,
+                "versions": ["1"],
+                "platform": f"hasten_{served.variant}",
+                "inputs": [{"name": name, "datatype": "BYTES", "shape": [-1]} for name in fields],
+                "outputs": [*outputs, {"name": ANSWER, "datatype": "BYTES", "shape": [-1]}],
+            }
+        )
+    )
+
+
+def _shape(spec: TensorSpec) -> list[int]:
+    return [size if isinstance(size, int) else -1 for size in spec.shape]
+
+
+def model_ready(call: Call) -> None:
+    call.models.named(call.names["model"])
+    call.exchange.reply(Response.text(""))
+
+
+class RepositoryRequest(msgspec.Struct):
+    ready: bool = False
+    parameters: dict[str, Any] = {}
+
+
+def repository_index(call: Call) -> None:
+    served = {one.name for one in call.models}
+    entries = [
+        {"name": name, "version": "1", "state": "READY" if name in served else "UNAVAILABLE", "reason": ""}
+        for name in call.models.known()
+    ]
+    request = call.exchange.read_json(RepositoryRequest) if call.exchange.body else RepositoryRequest()
+    shown = [entry for entry in entries if entry["state"] == "READY" or not request.ready]
+    call.exchange.reply(Response.json(shown))
+
+
+def repository_load(call: Call) -> None:
+    name = call.names["model"]
+    path = call.models.known().get(name)
+    if path is None:
+        raise PlanError(f"'{name}' is none of this server's models", hint=f"known: {', '.join(call.models.known())}")
+    _apart(call, lambda: call.models.load(path, name))
+
+
+def repository_unload(call: Call) -> None:
+    name = call.names["model"]
+    call.models.named(name)
+    _apart(call, lambda: call.models.unload(name))
+
+
+def _apart(call: Call, work: Callable[[], object]) -> None:
+    """What takes seconds happens on a thread of its own, and is answered when it is done."""
+
+    def run() -> None:
+        try:
+            work()
+        except HastenError as error:
+            call.exchange.fail(error)
+        except Exception:
+            logger.exception("%s failed", call.exchange.path)
+            call.exchange.reply(Response.json({"error": "it failed; the server's log says why"}, 500))
+        else:
+            call.exchange.reply(Response.text(""))
+
+    threading.Thread(target=run, daemon=True).start()
 
 
 def _read(exchange: Exchange) -> tuple[InferRequest, memoryview]:
@@ -287,3 +374,18 @@ def rectangle(output: Any, spec: TensorSpec, batch: Batch, pads_left: bool) -> A
     whole = np.zeros((len(batch), width, *output.shape[1:]), output.dtype)
     whole[real_positions(batch.lengths, width, pads_left)] = output
     return whole
+
+
+_MODEL = "/v2/models/{model}"
+ROUTES = (
+    Route("POST", f"{_MODEL}/infer", infer, "Tensors in, tensors out", InferRequest),
+    Route("POST", f"{_MODEL}/versions/{{version}}/infer", infer, "The same: there is one version", InferRequest),
+    Route("GET", "/v2", server_metadata, "What this server is"),
+    Route("GET", _MODEL, model_metadata, "What a model takes and gives"),
+    Route("GET", f"{_MODEL}/versions/{{version}}", model_metadata, "The same: there is one version"),
+    Route("GET", f"{_MODEL}/ready", model_ready, "Whether a model is ready", is_open=True),
+    Route("GET", f"{_MODEL}/versions/{{version}}/ready", model_ready, "The same: there is one version", is_open=True),
+    Route("POST", "/v2/repository/index", repository_index, "The models this server knows", RepositoryRequest),
+    Route("POST", "/v2/repository/models/{model}/load", repository_load, "Load a model, or load it again"),
+    Route("POST", "/v2/repository/models/{model}/unload", repository_unload, "Take a model away"),
+)
