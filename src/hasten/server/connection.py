@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -181,10 +182,8 @@ class Connection(asyncio.Protocol):
 
     def _answered(self, response: Response) -> None:
         """From any thread."""
-        try:
+        with suppress(RuntimeError):  # the loop is closed, and with it the connection
             self._loop.call_soon_threadsafe(self._write, response)
-        except RuntimeError:
-            pass  # the loop is closed, and with it the connection
 
     def _write(self, response: Response) -> None:
         exchange, self._current = self._current, None

@@ -165,8 +165,14 @@ class Engine:
                     self._workers_wake.wait(self._patience())
                     self._idle_workers -= 1
                 job = self._queue.take(time.monotonic()) if self._is_ready() else None
+                dropped, self._queue.dropped = self._queue.dropped, []
                 # Runs what waits before it prepares more: others can do that meanwhile.
                 chore = self._chores.popleft() if job is None and self._chores else None
+                if self._chores:
+                    # Whoever added them took this thread for idle.
+                    self._encoders_wake.notify_all()
+            for work in dropped:
+                work.on_done(_why_dropped(work))
             if job is not None:
                 self._run(worker, job)
             elif chore is not None:
@@ -323,3 +329,9 @@ class Engine:
                     self._encoders_wake.notify_all()
         if not request.is_cancelled:
             request.on_done(answer, measured)
+
+
+def _why_dropped(work: Work) -> HastenError:
+    if work.is_cancelled:
+        return UnavailableError("the client has left")
+    return DeadlineError(f"it waited {time.monotonic() - work.arrived:.3f} s, longer than it was given")

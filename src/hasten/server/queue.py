@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hasten.core.batching import TOKEN_BUDGET
-from hasten.core.errors import DeadlineError, HastenError, OverloadedError
+from hasten.core.errors import HastenError, OverloadedError
 from hasten.core.tensors import Batch, IntArray, Outputs
 
 # Padding that a batch may add for the sake of fewer batches: a share of its tokens, and a few in any case, since a
@@ -86,6 +86,8 @@ class Queue:
         self._tokens = 0
         self._tokens_per_s = 0.0
         self._order = 0
+        # Whose time is over, or who has left; whoever holds the lock tells them after letting go of it.
+        self.dropped: list[Work] = []
 
     def __len__(self) -> int:
         return self._requests
@@ -124,7 +126,7 @@ class Queue:
         self._tokens += sum(lengths)
 
     def take(self, now: float) -> Job | None:
-        """The next batch; None where nothing waits. Whoever's time is over, or who has left, is passed over."""
+        """The next batch; None where nothing waits. Whoever's time is over, or who has left, is put aside."""
         self._drop(now)
         if not self._rows:
             return None
@@ -147,9 +149,6 @@ class Queue:
         """What a batch took, to tell how long the others will."""
         rate = tokens / max(seconds, 1e-6)
         self._tokens_per_s = rate if not self._tokens_per_s else _MEMORY * self._tokens_per_s + (1 - _MEMORY) * rate
-
-    def cancel(self, work: Work) -> None:
-        work.is_cancelled = True
 
     def close(self) -> list[Work]:
         """All that waits, taken out."""
@@ -180,11 +179,8 @@ class Queue:
             return
         self._tokens -= sum(row.length for row in self._rows if id(row.work) in gone)
         self._rows = [row for row in self._rows if id(row.work) not in gone]
-        for work in gone.values():
-            self._requests -= 1
-            if not work.is_cancelled:
-                work.on_done(DeadlineError(f"it waited {now - work.arrived:.3f} s, longer than it was given"))
-                work.is_cancelled = True
+        self._requests -= len(gone)
+        self.dropped += gone.values()
 
     def _leave(self, work: Work, rows: int) -> None:
         work.waiting -= rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,7 +36,7 @@ class ModelSettings:
     instances: int = 1
     threads: int | None = None
     max_wait_s: float = 0.0
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     # Texts in one request, and tokens of all of them.
     items: int = 1024
     tokens: int = 2**18
