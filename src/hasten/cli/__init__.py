@@ -20,6 +20,7 @@ from hasten.core.version import __version__
 COMMANDS = {
     "build": "make a model fast, prove it, and write the bundle",
     "run": "answer texts from a bundle",
+    "serve": "answer texts over HTTP, from one or several bundles",
     "verify": "prove again, here, that a bundle answers like the original",
     "bench": "time a bundle's variants on the full grid of shapes",
     "inspect": "show what a bundle holds, what was fused in its graph and what was not",

@@ -6,9 +6,15 @@ HastenError                what, why, and a hint for the next step
 ├── UnsupportedError  3    a sound request that this machine or this installation cannot fulfil
 ├── StageError        4    a stage of the work failed
 ├── AccuracyError     5    no variant answers like the original
-└── BundleError       6    a bundle that is missing, damaged or not ours
+├── BundleError       6    a bundle that is missing, damaged or not ours
+└── ServeError        7    a request that a server does not answer
+    ├── TooLargeError      more than it was told to take at once
+    ├── OverloadedError    more than it can take now: later, or elsewhere
+    ├── DeadlineError      not in the time that was given
+    └── UnavailableError   not while it starts, stops or is broken
 
-The number is the exit code of the command line. Vendors' exceptions are translated where the vendor is called.
+The number is the exit code of the command line; a server answers with the codes of its protocol
+(`server/status.py`). Vendors' exceptions are translated where the vendor is called.
 """
 
 from __future__ import annotations
@@ -64,6 +70,30 @@ class AccuracyError(HastenError):
 
 class BundleError(HastenError):
     exit_code = 6
+
+
+class ServeError(HastenError):
+    exit_code = 7
+
+
+class TooLargeError(ServeError):
+    pass
+
+
+class OverloadedError(ServeError):
+    """Carries how long to wait before it is worth trying again."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message, hint=f"try again in {retry_after_s:.1f} s")
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineError(ServeError):
+    pass
+
+
+class UnavailableError(ServeError):
+    pass
 
 
 def missing_package(package: str, needed_for: str, extra: str | None = None) -> UnsupportedError:

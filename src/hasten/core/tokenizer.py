@@ -139,6 +139,11 @@ class Tokenizer:
         """The token as the vocabulary spells it."""
         return self._backend.id_to_token(token_id) or ""
 
+    @property
+    def size(self) -> int:
+        """How many tokens the vocabulary has, added ones included."""
+        return self._backend.get_vocab_size()
+
     def id_of(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 

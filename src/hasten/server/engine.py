@@ -1,0 +1,337 @@
+"""A model being served: threads that own a session each, threads that encode and decode, and the queue between them.
+
+    request ─▶ chore: encode ─▶ queue ─▶ session thread: run ─▶ chore: decode ─▶ answer
+
+An idle session thread does the chores itself, so that a lone request changes threads once on its way in and once on its
+way out; under load the sessions run batches and others do the chores.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from hasten.backends import Session
+from hasten.core.errors import DeadlineError, HastenError, StageError, UnavailableError
+from hasten.core.tensors import Outputs, Signature, gather
+from hasten.server.fairness import Turns
+from hasten.server.queue import Job, Limits, Queue, Work
+from hasten.tasks import Encoded
+
+logger = logging.getLogger("hasten")
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one request cost, for metrics and logs."""
+
+    rows: int
+    tokens: int
+    encode_s: float
+    queue_s: float
+    compute_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Request(Generic[Answer]):
+    """What a protocol asks for: how to make rows of it, and what to make of their outputs. Both run off its thread."""
+
+    encode: Callable[[], Encoded]
+    decode: Callable[[Outputs, Encoded], Answer]
+    # Called once, from any thread.
+    on_done: Callable[[Answer | HastenError, Measured | None], None]
+    priority: int = 0
+    deadline: float | None = None
+    work: Work | None = None
+    is_cancelled: bool = False
+
+
+class Observer:
+    """What metrics see of a batch; the default sees nothing."""
+
+    def on_batch(self, job: Job, seconds: float) -> None: ...
+
+
+@dataclass
+class _Worker:
+    session: Session
+    thread: threading.Thread
+    # When its session began to run what it runs; None while it does not.
+    busy_since: float | None = None
+
+
+class Engine:
+    """One model's. `submit` may be called from any thread."""
+
+    def __init__(
+        self,
+        sessions: Sequence[Session],
+        limits: Limits,
+        *,
+        encoders: int,
+        turns: Turns | None = None,
+        observer: Observer | None = None,
+        max_wait_s: float = 0.0,
+    ) -> None:
+        self._signature: Signature = sessions[0].spec.signature
+        self._queue = Queue(limits)
+        self._chores: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        self._workers_wake, self._encoders_wake = (threading.Condition(self._lock) for _ in range(2))
+        self._all_done = threading.Condition(self._lock)
+        self._idle_workers = self._idle_encoders = 0
+        self._open = 0
+        self._is_closing = False
+        self._turns = (turns or Turns(len(sessions))).join()
+        self._observer = observer or Observer()
+        self._max_wait_s = max_wait_s
+        self._workers = [_Worker(session, threading.Thread(target=self._work, args=[place], daemon=True))
+                         for place, session in enumerate(sessions)]  # fmt: skip
+        threads = [worker.thread for worker in self._workers]
+        self._threads = [*threads, *(threading.Thread(target=self._encode, daemon=True) for _ in range(encoders))]
+        for thread in self._threads:
+            thread.start()
+
+    # What protocols call
+
+    def submit(self, request: Request[Answer]) -> None:
+        with self._lock:
+            if self._is_closing:
+                raise UnavailableError("the model is being taken away")
+            self._queue.check(self._open)
+            self._open += 1
+            self._add_chore(lambda: self._prepare(request))
+
+    def cancel(self, request: Request[Answer]) -> None:
+        """The client has left: what was not begun is not done. Nobody is told."""
+        request.is_cancelled = True
+        if request.work is not None:
+            request.work.is_cancelled = True
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def wait_s(self) -> float:
+        return self._queue.wait_s
+
+    def hung_s(self, now: float) -> float:
+        """How long the session that runs longest has been running."""
+        return max((now - since for worker in self._workers if (since := worker.busy_since) is not None), default=0.0)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take nothing more, and wait until all that was taken is answered."""
+        until = time.monotonic() + timeout_s
+        with self._lock:
+            self._is_closing = True
+            while self._open and (left := until - time.monotonic()) > 0:
+                self._all_done.wait(left)
+            return not self._open
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closing = True
+            waiting = self._queue.close()
+            self._workers_wake.notify_all()
+            self._encoders_wake.notify_all()
+        for work in waiting:
+            work.on_done(UnavailableError("the server is stopping"))
+        for thread in self._threads:
+            thread.join(timeout=5.0)
+        for worker in self._workers:
+            if not worker.thread.is_alive():
+                worker.session.close()
+
+    # Threads
+
+    def _work(self, place: int) -> None:
+        worker = self._workers[place]
+        while True:
+            with self._lock:
+                while not self._chores and not self._is_ready():
+                    if self._is_closing and not self._open:
+                        return
+                    self._idle_workers += 1
+                    self._workers_wake.wait(self._patience())
+                    self._idle_workers -= 1
+                job = self._queue.take(time.monotonic()) if self._is_ready() else None
+                dropped, self._queue.dropped = self._queue.dropped, []
+                # Runs what waits before it prepares more: others can do that meanwhile.
+                chore = self._chores.popleft() if job is None and self._chores else None
+                if self._chores:
+                    # Whoever added them took this thread for idle.
+                    self._encoders_wake.notify_all()
+            for work in dropped:
+                work.on_done(_why_dropped(work))
+            if job is not None:
+                self._run(worker, job)
+            elif chore is not None:
+                chore()
+
+    def _encode(self) -> None:
+        while True:
+            with self._lock:
+                while not self._chores:
+                    if self._is_closing and not self._open:
+                        return
+                    self._idle_encoders += 1
+                    self._encoders_wake.wait()
+                    self._idle_encoders -= 1
+                chore = self._chores.popleft()
+            chore()
+
+    def _is_ready(self) -> bool:
+        """Whether a batch should start now, rather than wait for more to go with it."""
+        oldest = self._queue.oldest
+        if oldest is None:
+            return False
+        return self._max_wait_s == 0 or self._queue.is_full or time.monotonic() - oldest >= self._max_wait_s
+
+    def _patience(self) -> float | None:
+        oldest = self._queue.oldest
+        return None if oldest is None else max(0.0, oldest + self._max_wait_s - time.monotonic())
+
+    def _add_chore(self, chore: Callable[[], None]) -> None:
+        self._chores.append(chore)
+        if self._idle_workers:
+            self._workers_wake.notify()
+        elif self._idle_encoders:
+            self._encoders_wake.notify()
+
+    # The way of a request
+
+    def _prepare(self, request: Request[Answer]) -> None:
+        begin = time.monotonic()
+        try:
+            if request.is_cancelled:
+                raise UnavailableError("the client has left")
+            if request.deadline is not None and begin > request.deadline:
+                raise DeadlineError("its time was over before it was begun")
+            encoded = request.encode()
+            encode_s = time.monotonic() - begin
+            work = Work(
+                encoded.batch,
+                time.monotonic(),
+                lambda outputs: self._finish(request, encoded, outputs, encode_s),
+                request.priority,
+                request.deadline,
+            )
+            request.work = work
+            with self._lock:
+                self._queue.put(work)
+                if self._idle_workers:
+                    self._workers_wake.notify()
+        except HastenError as error:
+            self._answer(request, error, None)
+        except Exception as error:
+            logger.exception("a request could not be encoded")
+            self._answer(request, StageError(f"it could not be encoded: {type(error).__name__}"), None)
+
+    def _run(self, worker: _Worker, job: Job) -> None:
+        begin = worker.busy_since = time.monotonic()
+        try:
+            with self._turns.turn(job.batch.tokens):
+                outputs = worker.session.run(job.batch)
+        except Exception as error:
+            worker.busy_since = None
+            self._isolate(worker, job, error)
+            return
+        worker.busy_since = None
+        seconds = time.monotonic() - begin
+        with self._lock:
+            self._queue.ran(job.batch.tokens, seconds)
+        self._observer.on_batch(job, seconds)
+        self._hand_out(job, outputs, seconds)
+
+    def _isolate(self, worker: _Worker, job: Job, error: Exception) -> None:
+        """A batch failed: those that shared it with the one at fault are run again, each by itself."""
+        if len(job.slices) > 1:
+            for part in job.slices:
+                self._run(worker, Job(part.batch(), [part]))
+            return
+        logger.error("a batch of %d rows failed: %s", len(job.batch), error)
+        failure = error if isinstance(error, HastenError) else StageError(f"the model failed: {type(error).__name__}")
+        work = job.slices[0].work
+        if not work.is_cancelled:
+            work.is_cancelled = True
+            work.on_done(failure)
+
+    def _hand_out(self, job: Job, outputs: Outputs, seconds: float) -> None:
+        """To each request the outputs of its rows; whoever has all of them is answered."""
+        for part, own in zip(job.slices, self._apart(job, outputs), strict=True):
+            work = part.work
+            with self._lock:
+                work.parts.append((part.rows, own))
+                work.compute_s += seconds
+                is_complete = sum(len(rows) for rows, _ in work.parts) == len(work.batch)
+            if is_complete and not work.is_cancelled:
+                whole = own if len(work.parts) == 1 else gather(work.parts, work.batch, self._signature)
+                self._later(work, whole)
+            elif is_complete:
+                work.on_done(UnavailableError("the client has left"))
+
+    def _later(self, work: Work, outputs: Outputs) -> None:
+        """Decoded here if nothing else is to be run, by others if so."""
+        with self._lock:
+            is_busy = self._queue.oldest is not None and self._idle_encoders > 0
+            if is_busy:
+                self._chores.append(lambda: work.on_done(outputs))
+                self._encoders_wake.notify()
+        if not is_busy:
+            work.on_done(outputs)
+
+    def _apart(self, job: Job, outputs: Outputs) -> list[Outputs]:
+        if len(job.slices) == 1:
+            return [outputs]
+        counts = {spec.name: self._signature.counts(spec, job.batch) for spec in self._signature.outputs}
+        ends = np.cumsum([len(part.rows) for part in job.slices])
+        cuts = {name: np.cumsum(count)[ends - 1][:-1] for name, count in counts.items()}
+        split = {name: np.split(value, cuts[name]) for name, value in outputs.items()}
+        return [{name: pieces[place] for name, pieces in split.items()} for place in range(len(job.slices))]
+
+    def _finish(
+        self, request: Request[Answer], encoded: Encoded, outputs: Outputs | HastenError, encode_s: float
+    ) -> None:
+        work = request.work
+        assert work is not None
+        if isinstance(outputs, HastenError):
+            self._answer(request, outputs, None)
+            return
+        queue_s = max(0.0, time.monotonic() - work.arrived - work.compute_s)
+        measured = Measured(len(encoded.batch), encoded.batch.tokens, encode_s, queue_s, work.compute_s)
+        try:
+            answer = request.decode(outputs, encoded)
+        except HastenError as error:
+            self._answer(request, error, measured)
+        except Exception as error:
+            logger.exception("an answer could not be decoded")
+            self._answer(request, StageError(f"the answer could not be decoded: {type(error).__name__}"), measured)
+        else:
+            self._answer(request, answer, measured)
+
+    def _answer(self, request: Request[Answer], answer: Answer | HastenError, measured: Measured | None) -> None:
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                self._all_done.notify_all()
+                if self._is_closing:
+                    self._workers_wake.notify_all()
+                    self._encoders_wake.notify_all()
+        if not request.is_cancelled:
+            request.on_done(answer, measured)
+
+
+def _why_dropped(work: Work) -> HastenError:
+    if work.is_cancelled:
+        return UnavailableError("the client has left")
+    return DeadlineError(f"it waited {time.monotonic() - work.arrived:.3f} s, longer than it was given")

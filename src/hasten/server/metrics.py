@@ -1,0 +1,73 @@
+"""What Prometheus scrapes: the official client's counters and histograms, fed by the engine and the protocols."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.core.errors import missing_package
+from hasten.core.hardware import peak_memory_bytes
+from hasten.server.engine import Measured, Observer
+from hasten.server.queue import Job
+
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class Metrics:
+    """One registry a process; a model's numbers go by its name."""
+
+    def __init__(self) -> None:
+        try:
+            import prometheus_client as prometheus
+        except ImportError as error:
+            raise missing_package("prometheus_client", "metrics", "serve") from error
+        registry = self._registry = prometheus.CollectorRegistry()
+        label = ["model"]
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...] = _SECONDS) -> Any:
+            return prometheus.Histogram(f"hasten_{name}", what, label, registry=registry, buckets=buckets)
+
+        def counter(name: str, what: str, labels: list[str] | None = None) -> Any:
+            return prometheus.Counter(f"hasten_{name}", what, labels or label, registry=registry)
+
+        self.requests = counter("requests", "Requests, by how they were answered.", ["model", "protocol", "status"])
+        self.duration = histogram("request_seconds", "From a request to its answer.")
+        self.encode = histogram("encode_seconds", "Turning texts into tokens.")
+        self.queue = histogram("queue_seconds", "Waiting for a session.")
+        self.compute = histogram("compute_seconds", "In the model.")
+        self.batch_rows = histogram("batch_rows", "Rows that ran together.", _ROWS)
+        self.tokens = counter("tokens", "Tokens that were asked for.")
+        self.padding = counter("padding_tokens", "Tokens that were computed for nothing.")
+        self.rejected = counter("rejected", "Requests refused because too many waited.")
+        self.waiting = prometheus.Gauge("hasten_waiting", "Requests that wait.", label, registry=registry)
+        memory = prometheus.Gauge("hasten_peak_memory_bytes", "The most memory held so far.", registry=registry)
+        memory.set_function(peak_memory_bytes)
+        prometheus.ProcessCollector(registry=registry)
+        self._render = prometheus.generate_latest
+
+    def render(self) -> bytes:
+        text: bytes = self._render(self._registry)
+        return text
+
+    def of(self, model: str) -> ModelMetrics:
+        return ModelMetrics(self, model)
+
+
+class ModelMetrics(Observer):
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._compute, self._rows, self._tokens, self._padding = (
+            one.labels(model) for one in (metrics.compute, metrics.batch_rows, metrics.tokens, metrics.padding)
+        )
+        self._encode, self._queue = metrics.encode.labels(model), metrics.queue.labels(model)
+        self.duration, self.rejected = metrics.duration.labels(model), metrics.rejected.labels(model)
+
+    def on_batch(self, job: Job, seconds: float) -> None:
+        self._compute.observe(seconds)
+        self._rows.observe(len(job.batch))
+        self._tokens.inc(job.batch.tokens)
+        self._padding.inc(job.padding)
+
+    def on_answer(self, measured: Measured, seconds: float) -> None:
+        self.duration.observe(seconds)
+        self._encode.observe(measured.encode_s)
+        self._queue.observe(measured.queue_s)

@@ -1,0 +1,79 @@
+"""OpenAI's embeddings, as its own client asks for them: `POST /v1/embeddings`, `GET /v1/models`."""
+
+from __future__ import annotations
+
+import base64
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from hasten.core.errors import InputError
+from hasten.core.tensors import FloatArray, Outputs
+from hasten.server.exchange import Response
+from hasten.server.routes import Call, Route
+from hasten.server.tei import gives_embeddings
+from hasten.tasks import Encoded
+
+
+class EmbeddingRequest(msgspec.Struct):
+    input: str | list[str]
+    model: str = ""
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    user: str | None = None
+
+
+def embeddings(call: Call) -> None:
+    request = call.exchange.read_json(EmbeddingRequest)
+    served = call.models.only(request.model, gives_embeddings)
+    if not gives_embeddings(served):
+        raise InputError(f"'{served.name}' answers {served.task.name}, and gives no embeddings")
+    if request.dimensions is not None and request.dimensions < 1:
+        raise InputError("dimensions must be at least 1")
+    texts = [request.input] if isinstance(request.input, str) else request.input
+    if not texts:
+        raise InputError("input is empty")
+
+    def decode(outputs: Outputs, encoded: Encoded) -> Response:
+        vectors = _shortened(outputs[served.task.outputs[0]], request.dimensions)
+        data = [
+            {"object": "embedding", "index": place, "embedding": _written(vector, request.encoding_format)}
+            for place, vector in enumerate(vectors)
+        ]
+        tokens = encoded.batch.tokens
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return Response.json({"object": "list", "data": data, "model": served.name, "usage": usage})
+
+    call.exchange.on_close = served.ask(lambda: texts, decode, call.done)
+
+
+def models(call: Call) -> None:
+    entries = [
+        {"id": served.name, "object": "model", "created": int(served.since), "owned_by": "hasten"}
+        for served in call.models
+    ]
+    call.exchange.reply(Response.json({"object": "list", "data": entries}))
+
+
+def _shortened(vectors: FloatArray, dimensions: int | None) -> FloatArray:
+    """The first so many numbers, of length one again: what models trained for it (Matryoshka) allow."""
+    if dimensions is None or dimensions == vectors.shape[1]:
+        return vectors
+    if dimensions > vectors.shape[1]:
+        raise InputError(f"dimensions is {dimensions}, and the model gives {vectors.shape[1]}")
+    short = vectors[:, :dimensions]
+    lengths = np.linalg.norm(short, axis=1, keepdims=True)
+    return short / np.where(lengths == 0, 1, lengths)
+
+
+def _written(vector: FloatArray, form: str) -> object:
+    if form == "float":
+        return vector.tolist()
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+ROUTES = (
+    Route("POST", "/v1/embeddings", embeddings, "Embeddings as OpenAI gives them", EmbeddingRequest),
+    Route("GET", "/v1/models", models, "The models served here"),
+)

@@ -1,0 +1,88 @@
+"""Paths to what answers them. A protocol is a file that lists its routes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hasten.core.errors import HastenError, PlanError
+from hasten.server.engine import Measured
+from hasten.server.exchange import Exchange, Response
+from hasten.server.models import Models
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request at a route: the names in its path, and what the server has."""
+
+    exchange: Exchange
+    models: Models
+    names: Mapping[str, str]
+
+    def done(self, answer: Response | HastenError, measured: Measured | None) -> None:
+        """What the engine calls, from a thread of its own."""
+        if isinstance(answer, HastenError):
+            self.exchange.fail(answer)
+        else:
+            self.exchange.reply(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    method: str
+    # As in /v2/models/{model}/infer.
+    path: str
+    handle: Callable[[Call], None]
+    summary: str
+    # What its body is, for the API's description; None where it has none.
+    body: Any = None
+    # Health and the like are answered to anyone.
+    is_open: bool = False
+
+
+class Router:
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self.routes = tuple(routes)
+        self._fixed: dict[tuple[str, str], Route] = {}
+        self._open: dict[tuple[str, int], list[tuple[list[str], Route]]] = {}
+        for route in self.routes:
+            parts = route.path.strip("/").split("/")
+            if "{" in route.path:
+                self._open.setdefault((route.method, len(parts)), []).append((parts, route))
+            else:
+                self._fixed[route.method, route.path] = route
+
+    def find(self, method: str, path: str) -> tuple[Route, dict[str, str]]:
+        method = "GET" if method == "HEAD" else method
+        path = path.rstrip("/") or "/"
+        fixed = self._fixed.get((method, path))
+        if fixed is not None:
+            return fixed, {}
+        parts = path.strip("/").split("/")
+        for pattern, route in self._open.get((method, len(parts)), ()):
+            names: dict[str, str] = {}
+            for wanted, given in zip(pattern, parts, strict=True):
+                if wanted.startswith("{"):
+                    names[wanted[1:-1]] = given
+                elif wanted != given:
+                    break
+            else:
+                return route, names
+        raise NotFoundError(f"there is nothing at {method} {path}", allowed=self._methods(path))
+
+    def _methods(self, path: str) -> tuple[str, ...]:
+        return tuple(sorted({route.method for route in self.routes if route.path == path}))
+
+
+class NotFoundError(PlanError):
+    """Carries the methods that the path does have."""
+
+    def __init__(self, message: str, *, allowed: tuple[str, ...]) -> None:
+        super().__init__(message, hint=f"it takes {' and '.join(allowed)}" if allowed else "GET /docs lists all")
+        self.allowed = allowed
+
+    def response(self) -> Response:
+        if not self.allowed:
+            return Response.json({"error": str(self)}, 404)
+        return Response(405, Response.json({"error": str(self)}).body, headers={"allow": ", ".join(self.allowed)})

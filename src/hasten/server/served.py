@@ -1,0 +1,136 @@
+"""A bundle that is being served: opened, warmed, tested on a few of its own reference answers, and answering."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from hasten.backends import RunOptions
+from hasten.bundle import Bundle, open_bundle
+from hasten.core.errors import AccuracyError, HastenError, TooLargeError
+from hasten.core.hardware import usable_cores
+from hasten.core.plan import Gate
+from hasten.core.progress import Silent
+from hasten.core.tensors import Outputs, Shape
+from hasten.measure.verify import expect, verify
+from hasten.predictor import Predictor, open_session, runnable
+from hasten.server.engine import Engine, Measured, Observer, Request
+from hasten.server.fairness import Turns
+from hasten.server.queue import Limits
+from hasten.tasks import TASKS, AnyTask, Encoded, TaskSpec
+
+Answer = TypeVar("Answer")
+
+# Rows of the bundle's own that a server answers before it says that it is ready.
+_TEST_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    variant: str | None = None
+    # Sessions beside each other, and threads of each; as many of both as the machine has cores for.
+    instances: int = 1
+    threads: int | None = None
+    max_wait_s: float = 0.0
+    limits: Limits = field(default_factory=Limits)
+    # Texts in one request, and tokens of all of them.
+    items: int = 1024
+    tokens: int = 2**18
+
+
+class Served:
+    def __init__(self, name: str, bundle: Bundle, settings: ModelSettings, turns: Turns, observer: Observer) -> None:
+        self.name = name
+        self.bundle = bundle
+        self.settings = settings
+        self.spec: TaskSpec = bundle.manifest.task
+        self.task: AnyTask = TASKS.get(self.spec.name)
+        self.tokenizer = bundle.tokenizer()
+        artifact = bundle.artifact(bundle.entry(settings.variant)) if settings.variant else runnable(bundle)
+        self.variant = artifact.variant
+        self.signature = artifact.signature
+        threads = settings.threads or max(1, usable_cores() // settings.instances)
+        sessions = [open_session(artifact, RunOptions(threads)) for _ in range(settings.instances)]
+        for session in sessions:
+            session.warm([Shape(1, 16), bundle.report.plan.shapes.optimal])
+        self._test(Predictor(self.spec, self.tokenizer, sessions[0]))
+        self.engine = Engine(
+            sessions,
+            settings.limits,
+            encoders=max(1, (os.cpu_count() or 2) // 2),
+            turns=turns,
+            observer=observer,
+            max_wait_s=settings.max_wait_s,
+        )
+        self.since = time.time()
+
+    @classmethod
+    def open(cls, path: Path, settings: ModelSettings, turns: Turns, observer: Observer, name: str = "") -> Served:
+        bundle = open_bundle(path)
+        bundle.check()
+        return cls(name or path.resolve().name, bundle, settings, turns, observer)
+
+    def ask(
+        self,
+        payload: Callable[[], object],
+        decode: Callable[[Outputs, Encoded], Answer],
+        on_done: Callable[[Answer | HastenError, Measured | None], None],
+        *,
+        options: object = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Callable[[], None]:
+        """Rows of a payload through the engine; what is called to withdraw it is returned."""
+
+        def encode() -> Encoded:
+            items = self.task.parse(payload())
+            if len(items) > self.settings.items:
+                raise TooLargeError(f"{len(items)} items are more than {self.settings.items}")
+            chosen = options if options is not None else self.task.options(self.spec, {})
+            return self.task.encode(items, self.tokenizer, chosen)
+
+        return self.submit(encode, decode, on_done, priority=priority, timeout_s=timeout_s)
+
+    def submit(
+        self,
+        encode: Callable[[], Encoded],
+        decode: Callable[[Outputs, Encoded], Answer],
+        on_done: Callable[[Answer | HastenError, Measured | None], None],
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Callable[[], None]:
+        def checked() -> Encoded:
+            encoded = encode()
+            if encoded.batch.tokens > self.settings.tokens:
+                raise TooLargeError(f"{encoded.batch.tokens} tokens are more than {self.settings.tokens}")
+            return encoded
+
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+        request = Request(checked, decode, on_done, priority, deadline)
+        self.engine.submit(request)
+        return lambda: self.engine.cancel(request)
+
+    def close(self, drain_s: float = 0.0) -> bool:
+        is_done = self.engine.drain(drain_s)
+        self.engine.close()
+        return is_done
+
+    def _test(self, predictor: Predictor) -> None:
+        reference = self.bundle.reference()
+        rows = reference.rows[:_TEST_ROWS]
+        items = len(rows)
+        signature = predictor.session.spec.signature
+        encoded = predictor.encode(list(rows))
+        ends = {spec.name: int(signature.counts(spec, encoded.batch).sum()) for spec in signature.outputs}
+        outputs = {name: value[: ends[name]] for name, value in reference.outputs.items()}
+        expected = expect(predictor, rows, Silent(), outputs)
+        verdict = verify(predictor, self.variant.name, expected, Gate(min_agreement=0.9), Silent())
+        if not verdict.passed:
+            raise AccuracyError(
+                f"{self.name} does not answer {items} of its own rows like the original: {verdict.reason}"
+            )

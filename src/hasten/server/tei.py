@@ -1,0 +1,115 @@
+"""text-embeddings-inference's own paths: `POST /embed`, `POST /rerank`, `GET /info`."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from hasten.core.errors import InputError
+from hasten.core.tensors import Outputs
+from hasten.core.version import __version__
+from hasten.server.exchange import Response
+from hasten.server.routes import Call, Route
+from hasten.server.served import Served
+from hasten.tasks import Encoded
+
+
+class EmbedRequest(msgspec.Struct):
+    inputs: str | list[str]
+    normalize: bool = True
+    truncate: bool = False
+    prompt_name: str | None = None
+    model: str = ""
+
+
+class RerankRequest(msgspec.Struct):
+    query: str
+    texts: list[str]
+    raw_scores: bool = False
+    return_text: bool = False
+    truncate: bool = False
+    model: str = ""
+
+
+def embed(call: Call) -> None:
+    request = call.exchange.read_json(EmbedRequest)
+    served = call.models.only(request.model, gives_embeddings)
+    if not gives_embeddings(served):
+        raise InputError(f"'{served.name}' answers {served.task.name}, and gives no embeddings")
+    given = {} if request.prompt_name is None else {"prompt_name": request.prompt_name}
+    options = served.task.options(served.spec, given)
+    texts = [request.inputs] if isinstance(request.inputs, str) else request.inputs
+
+    def decode(outputs: Outputs, encoded: Encoded) -> Response:
+        _refuse_long(encoded, request.truncate, served)
+        vectors = outputs[served.task.outputs[0]]
+        if request.normalize:
+            lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+            vectors = vectors / np.where(lengths == 0, 1, lengths)
+        return Response.json(vectors)
+
+    call.exchange.on_close = served.ask(lambda: texts, decode, call.done, options=options)
+
+
+def rerank(call: Call) -> None:
+    request = call.exchange.read_json(RerankRequest)
+    served = call.models.only(request.model, is_ranker)
+    if not is_ranker(served):
+        raise InputError(f"'{served.name}' answers {served.task.name}, and ranks nothing")
+    if not request.texts:
+        raise InputError("texts is empty")
+    options = served.task.options(served.spec, {})
+
+    def decode(outputs: Outputs, encoded: Encoded) -> Response:
+        _refuse_long(encoded, request.truncate, served)
+        raw = outputs[served.task.outputs[0]][:, 0].astype(np.float64)
+        scores = raw if request.raw_scores else 1 / (1 + np.exp(-raw))
+        ranks: list[dict[str, object]] = []
+        for place in np.argsort(-scores, kind="stable"):
+            text = {"text": request.texts[place]} if request.return_text else {}
+            ranks.append({"index": int(place), "score": float(scores[place]), **text})
+        return Response.json(ranks)
+
+    item = {"query": request.query, "documents": request.texts}
+    call.exchange.on_close = served.ask(lambda: item, decode, call.done, options=options)
+
+
+def info(call: Call) -> None:
+    served = call.models.only()
+    about = served.bundle.manifest
+    call.exchange.reply(
+        Response.json(
+            {
+                "model_id": about.model.id,
+                "model_sha": about.model.revision,
+                "model_dtype": served.variant.precision,
+                "model_type": about.task.name,
+                "max_input_length": served.signature.max_length,
+                "max_client_batch_size": served.settings.items,
+                "max_batch_tokens": served.settings.limits.tokens_per_batch,
+                "version": __version__,
+            }
+        )
+    )
+
+
+def gives_embeddings(served: Served) -> bool:
+    return served.task.name == "sentence-similarity"
+
+
+def is_ranker(served: Served) -> bool:
+    return served.task.name == "text-ranking"
+
+
+def _refuse_long(encoded: Encoded, truncates: bool, served: Served) -> None:
+    if encoded.truncated and not truncates:
+        raise InputError(
+            f"an input is longer than the model's {served.signature.max_length} tokens", hint='"truncate": true cuts it'
+        )
+
+
+ROUTES = (
+    Route("POST", "/embed", embed, "Embeddings as text-embeddings-inference gives them", EmbedRequest),
+    Route("POST", "/rerank", rerank, "Documents in the order of their relevance", RerankRequest),
+    Route("GET", "/info", info, "What is served here"),
+)

@@ -1,0 +1,270 @@
+"""`hasten serve` as a process of its own: what it answers in each protocol, and how it stops."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hasten
+from hasten.bundle import Bundle
+
+pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
+TEXT = "one answer"
+
+
+class Server:
+    def __init__(self, *words: str, **environment: str) -> None:
+        command = [sys.executable, "-m", "hasten", "serve", *words, "--port", "0"]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line.startswith("ready on http://"), (line, self._process.stderr and self._process.stderr.read())
+        self.port = int(line.strip().rsplit(":", 1)[1])
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
+        connection = self.connect()
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        connection.request(method, path, data, {name.replace("_", "-"): value for name, value in headers.items()})
+        response = connection.getresponse()
+        content = response.read()
+        connection.close()
+        return response.status, {name.lower(): value for name, value in response.getheaders()}, content
+
+    def json(self, method: str, path: str, body: Any = None) -> Any:
+        status, _, content = self.ask(method, path, body)
+        assert status == 200, content
+        return json.loads(content)
+
+    def stop(self) -> tuple[int, str]:
+        self._process.send_signal(signal.SIGTERM)
+        _, errors = self._process.communicate(timeout=30)
+        return self._process.returncode, errors
+
+
+@pytest.fixture(scope="module")
+def classifier(tiny_classifier: Any, quick_build: Any, tmp_path_factory: Any) -> Bundle:
+    target = tmp_path_factory.mktemp("serve") / "classifier"
+    return quick_build(tiny_classifier("bert"), target, variants=["onnxruntime-fp32"])
+
+
+@pytest.fixture(scope="module")
+def embedder(tiny_embedder: Any, quick_build: Any, tmp_path_factory: Any) -> Bundle:
+    return quick_build(
+        tiny_embedder(), tmp_path_factory.mktemp("serve") / "embedder", data=None, variants=["onnxruntime-fp32"]
+    )
+
+
+@pytest.fixture(scope="module")
+def server(classifier: Bundle, embedder: Bundle) -> Iterator[Server]:
+    started = Server(str(classifier.path), str(embedder.path), "--threads", "1")
+    yield started
+    code, errors = started.stop()
+    assert code == 0, errors
+    assert "Traceback" not in errors
+
+
+def flat(found: Any) -> list[Any]:
+    return [entry for one in found for entry in (one if isinstance(one, list) else [one])]
+
+
+def test_predict_answers_as_in_process(server: Server, classifier: Bundle) -> None:
+    expected = hasten.load(classifier.path, threads=1)
+    for inputs, parameters in ((TEXT, {}), ([TEXT, "another"], {"top_k": None})):
+        body = {"inputs": inputs, "parameters": parameters, "model": "classifier"}
+        ours, theirs = server.json("POST", "/predict", body), expected(inputs, **parameters)
+        assert [entry["label"] for entry in flat(ours)] == [entry["label"] for entry in flat(theirs)]
+        assert [entry["score"] for entry in flat(ours)] == pytest.approx([entry["score"] for entry in flat(theirs)])
+    assert server.json("POST", "/models/classifier", {"inputs": TEXT}) == server.json(
+        "POST", "/predict", {"inputs": TEXT, "model": "classifier"}
+    )
+
+
+def test_v2_in_json_and_in_binary(server: Server, classifier: Bundle) -> None:
+    texts = [TEXT, "ein Wort mit Ü"]
+    tensor = {"name": "text", "datatype": "BYTES", "shape": [2], "data": texts}
+    answer = server.json("POST", "/v2/models/classifier/infer", {"inputs": [tensor], "id": "7"})
+    logits, decoded = answer["outputs"]
+    assert (answer["id"], logits["name"], logits["datatype"], logits["shape"]) == ("7", "logits", "FP32", [2, 3])
+    expected = hasten.load(classifier.path, threads=1)(texts)
+    assert [json.loads(entry)["label"] for entry in decoded["data"]] == [entry["label"] for entry in expected]
+
+    blob = b"".join(len(text.encode()).to_bytes(4, "little") + text.encode() for text in texts)
+    head = json.dumps(
+        {
+            "inputs": [
+                {"name": "text", "datatype": "BYTES", "shape": [2], "parameters": {"binary_data_size": len(blob)}}
+            ],
+            "outputs": [{"name": "logits", "parameters": {"binary_data": True}}],
+        }
+    ).encode()
+    status, headers, content = server.ask(
+        "POST", "/v2/models/classifier/infer", head + blob, Inference_Header_Content_Length=str(len(head))
+    )
+    assert status == 200, content
+    length = int(headers["inference-header-content-length"])
+    values = np.frombuffer(content[length:], "<f4").reshape(2, 3)
+    np.testing.assert_allclose(values.ravel(), logits["data"], rtol=1e-6)
+
+
+def test_v2_with_token_ids(server: Server, classifier: Bundle) -> None:
+    batch = classifier.tokenizer().encode([TEXT]).batch
+    ids = batch.values["input_ids"].tolist()
+    padded = [[*ids, 0, 0], [*ids[:3], *[0] * (len(ids) - 1)]]
+    mask = [[1] * len(ids) + [0, 0], [1] * 3 + [0] * (len(ids) - 1)]
+    shape = [2, len(ids) + 2]
+    inputs = [
+        {"name": "input_ids", "datatype": "INT64", "shape": shape, "data": padded},
+        {"name": "attention_mask", "datatype": "INT64", "shape": shape, "data": mask},
+    ]
+    answer = server.json("POST", "/v2/models/classifier/infer", {"inputs": inputs})
+    text = {"name": "text", "datatype": "BYTES", "shape": [1], "data": [TEXT]}
+    same = server.json("POST", "/v2/models/classifier/infer", {"inputs": [text]})
+    assert answer["outputs"][0]["data"][:3] == pytest.approx(same["outputs"][0]["data"], abs=1e-5)
+
+
+def test_openai_and_text_embeddings_inference(server: Server, embedder: Bundle) -> None:
+    expected = hasten.load(embedder.path, threads=1)([TEXT, "another"])
+    body = {"input": [TEXT, "another"], "model": "embedder"}
+    answer = server.json("POST", "/v1/embeddings", body)
+    np.testing.assert_allclose([entry["embedding"] for entry in answer["data"]], expected, atol=1e-6)
+    assert answer["usage"]["total_tokens"] > 4
+    short = server.json("POST", "/v1/embeddings", {**body, "encoding_format": "base64", "dimensions": 4})
+    vector = np.frombuffer(base64.b64decode(short["data"][0]["embedding"]), "<f4")
+    np.testing.assert_allclose(vector, expected[0][:4] / np.linalg.norm(expected[0][:4]), atol=1e-6)
+    np.testing.assert_allclose(server.json("POST", "/embed", {"inputs": [TEXT, "another"]}), expected, atol=1e-6)
+    assert {entry["id"] for entry in server.json("GET", "/v1/models")["data"]} == {"classifier", "embedder"}
+
+
+def test_what_it_says_about_itself(server: Server) -> None:
+    assert server.ask("GET", "/v2/health/live")[0] == server.ask("HEAD", "/v2/health/ready")[0] == 200
+    about = server.json("GET", "/v2/models/embedder")
+    assert [entry["name"] for entry in about["inputs"]] == ["text"]
+    assert "hasten_batch_rows" in server.ask("GET", "/metrics")[2].decode()
+    document = server.json("GET", "/openapi.json")
+    assert "/v2/models/{model}/infer" in document["paths"]
+    assert b"/v1/embeddings" in server.ask("GET", "/docs")[2]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "what"),
+    [
+        ("/predict", {"inputs": TEXT}, 400, "more than one model"),
+        ("/predict", {"inputs": 5, "model": "classifier"}, 400, "not a string"),
+        ("/predict", {"inputs": "", "model": "classifier"}, 400, "empty"),
+        ("/predict", {"inputs": TEXT, "model": "nobody"}, 404, "no model 'nobody'"),
+        ("/predict", {"inputs": TEXT, "model": "classifier", "parameters": {"topk": 1}}, 400, "top_k"),
+        ("/predict", b"{", 400, "not JSON"),
+        ("/predict", b"\xff\xfe", 400, "not JSON"),
+        ("/v1/embeddings", {"input": TEXT, "model": "classifier"}, 400, "gives no embeddings"),
+        ("/v1/embeddings", {"input": TEXT, "dimensions": 10**6}, 400, "dimensions"),
+        ("/nothing", {}, 404, "nothing at"),
+        ("/metrics", {}, 405, "it takes GET"),
+        ("/v2/models/classifier/infer", {"inputs": []}, 400, "missing"),
+        (
+            "/v2/models/classifier/infer",
+            {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [2], "data": ["a"]}]},
+            400,
+            "1 values",
+        ),
+        (
+            "/v2/models/classifier/infer",
+            {"inputs": [{"name": "input_ids", "datatype": "INT64", "shape": [1, 1], "data": [10**9]}]},
+            400,
+            "token id",
+        ),
+        (
+            "/v2/models/classifier/infer",
+            {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 9}}]},
+            400,
+            "9 bytes",
+        ),
+    ],
+)
+def test_bad_requests_are_told_what_is_wrong(server: Server, path: str, body: Any, status: int, what: str) -> None:
+    found, _, content = server.ask("POST", path, body)
+    assert (found, what in json.loads(content)["error"]) == (status, True), content
+
+
+def test_what_is_no_http_is_refused_and_the_server_lives(server: Server) -> None:
+    for sent in (b"\x16\x03\x01nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 400 + b"\r\n"):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+            raw.sendall(sent)
+            assert raw.recv(100).startswith(b"HTTP/1.1 4")
+    assert server.ask("GET", "/v2/health/ready")[0] == 200
+
+
+def test_a_body_that_is_too_large(classifier: Bundle) -> None:
+    started = Server(str(classifier.path), "--max-body", "0.001", "--threads", "1")
+    status, _, content = started.ask("POST", "/predict", {"inputs": "a" * 5000})
+    assert (status, b"larger than" in content) == (413, True)
+    assert started.stop()[0] == 0
+
+
+def test_keys(classifier: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# ours\nfirst\n")
+    started = Server(str(classifier.path), "--key-file", str(tmp_path / "keys"), HASTEN_API_KEYS="second")
+    assert started.ask("GET", "/v2/health/ready")[0] == 200
+    assert started.ask("POST", "/predict", {"inputs": TEXT})[0] == 401
+    for key in ("first", "second"):
+        assert started.ask("POST", "/predict", {"inputs": TEXT}, Authorization=f"Bearer {key}")[0] == 200
+    assert started.ask("POST", "/predict", {"inputs": TEXT}, Authorization="Bearer other")[0] == 401
+    assert started.stop()[0] == 0
+
+
+def test_nothing_that_was_taken_is_lost_when_it_stops(classifier: Bundle) -> None:
+    started = Server(str(classifier.path), "--threads", "1")
+    answered: list[int] = []
+    refused: list[str] = []
+    lock = threading.Lock()
+
+    def client() -> None:
+        connection = started.connect()
+        while True:
+            try:
+                connection.request("POST", "/predict", json.dumps({"inputs": [TEXT] * 8}))
+                status = connection.getresponse().read() and 200
+            except (http.client.RemoteDisconnected, ConnectionError) as error:
+                # Closed between two requests, or not let in any more: never after one was taken.
+                with lock:
+                    refused.append(type(error).__name__)
+                return
+            with lock:
+                answered.append(status)
+
+    threads = [threading.Thread(target=client) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    while len(answered) < 50:
+        time.sleep(0.01)
+    code, errors = started.stop()
+    for thread in threads:
+        thread.join(20)
+    assert code == 0, errors
+    assert set(answered) == {200}
+    assert len(refused) == 8
+
+
+def test_two_bundles_of_one_name_are_refused(classifier: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+    from hasten.cli import main
+
+    assert main(["serve", str(classifier.path), str(classifier.path), "--port", "0"]) == 2
+    assert "same name" in capsys.readouterr().err

@@ -1,0 +1,237 @@
+"""The engine's threads: who is answered with what, alone and in a crowd, and when something goes wrong."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hasten.backends import PaddedSession
+from hasten.core.errors import DeadlineError, InputError, OverloadedError, StageError, UnavailableError
+from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Layout, Outputs, SessionSpec, Signature, TensorSpec
+from hasten.server.engine import Engine, Request
+from hasten.server.fairness import Turns
+from hasten.server.queue import Limits
+from hasten.tasks import Encoded
+
+SIGNATURE = Signature(
+    (TensorSpec("input_ids", DType.INT32, (BATCH, SEQUENCE)),),
+    (
+        TensorSpec("sum", DType.FLOAT32, (BATCH, 1)),
+        TensorSpec("each", DType.FLOAT32, (BATCH, SEQUENCE, 1)),
+    ),
+    512,
+)
+POISON = 666
+
+
+class Adding(PaddedSession):
+    """Gives the sum of a row and its tokens back; one token makes it fail, another makes it slow."""
+
+    def __init__(self) -> None:
+        self.spec = SessionSpec(SIGNATURE, Layout.PADDED, "cpu", "fp32")
+        self.batches: list[int] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def run(self, batch: Batch) -> Outputs:
+        self.gate.wait()
+        self.batches.append(len(batch))
+        ids = batch.values["input_ids"]
+        if POISON in ids:
+            raise StageError("this row cannot be run")
+        ends = np.cumsum(batch.lengths)
+        sums = [[ids[end - length : end].sum()] for end, length in zip(ends, batch.lengths, strict=True)]
+        return {"sum": np.array(sums, np.float32), "each": ids[:, None].astype(np.float32)}
+
+
+def encoded(rows: Sequence[Sequence[int]]) -> Encoded:
+    batch = Batch.from_rows({"input_ids": rows})
+    return Encoded(batch, np.arange(len(rows)), len(rows), (), ())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < 10, "it did not come to that"
+        time.sleep(0.001)
+
+
+class Asked:
+    """A request that waits for its answer."""
+
+    def __init__(self, engine: Engine, rows: Sequence[Sequence[int]], **about: Any) -> None:
+        self._done = threading.Event()
+        self.answer: Any = None
+        self.request: Request[Any] = Request(
+            lambda: encoded(rows), lambda outputs, _: {k: v.tolist() for k, v in outputs.items()}, self._take, **about
+        )
+        engine.submit(self.request)
+
+    def _take(self, answer: Any, measured: Any) -> None:
+        assert not self._done.is_set(), "answered twice"
+        self.answer, self.measured = answer, measured
+        self._done.set()
+
+    def wait(self) -> Any:
+        assert self._done.wait(10), "no answer"
+        return self.answer
+
+
+@pytest.fixture
+def session() -> Adding:
+    return Adding()
+
+
+@pytest.fixture
+def engine(session: Adding) -> Iterator[Engine]:
+    made = Engine([session], Limits(requests=50), encoders=1)
+    yield made
+    session.gate.set()
+    made.close()
+
+
+def test_one_request(engine: Engine) -> None:
+    asked = Asked(engine, [[1, 2, 3], [10]])
+    assert asked.wait() == {"sum": [[6.0], [10.0]], "each": [[1.0], [2.0], [3.0], [10.0]]}
+    assert (asked.measured.rows, asked.measured.tokens) == (2, 4)
+
+
+def test_many_at_once_get_their_own(engine: Engine, session: Adding) -> None:
+    """Rows of all lengths, split over batches and put together again."""
+    session.gate.clear()
+    generator = np.random.default_rng(0)
+    rows = [[generator.integers(1, 99, generator.integers(1, 60)).tolist() for _ in range(3)] for _ in range(40)]
+    asked = [Asked(engine, each) for each in rows]
+    until(lambda: engine.waiting >= 39)  # the first may be running already
+    session.gate.set()
+    for own, each in zip(asked, rows, strict=True):
+        answer = own.wait()
+        assert [value for (value,) in answer["sum"]] == [float(sum(row)) for row in each]
+        assert [value for (value,) in answer["each"]] == [float(token) for row in each for token in row]
+    assert max(session.batches) > 3
+
+
+def test_a_row_that_fails_takes_nobody_with_it(engine: Engine, session: Adding) -> None:
+    session.gate.clear()
+    first = Asked(engine, [[5, 5]])
+    time.sleep(0.05)
+    fine, broken, also_fine = (Asked(engine, [row]) for row in ([1, 2], [POISON, 1], [3, 4]))
+    session.gate.set()
+    assert first.wait()["sum"] == [[10.0]]
+    assert (fine.wait()["sum"], also_fine.wait()["sum"]) == ([[3.0]], [[7.0]])
+    assert isinstance(broken.wait(), StageError)
+    assert Asked(engine, [[7]]).wait()["sum"] == [[7.0]]
+
+
+def test_what_cannot_be_encoded_or_decoded_is_the_askers_own(engine: Engine) -> None:
+    done = threading.Event()
+    answers: list[Any] = []
+
+    def take(answer: Any, _: Any) -> None:
+        answers.append(answer)
+        done.set()
+
+    def refuse(*_: Any) -> Any:
+        raise InputError("no text")
+
+    def break_down(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    for encode, decode in ((refuse, dict), (break_down, dict), (lambda: encoded([[1]]), break_down)):
+        done.clear()
+        engine.submit(Request(encode, decode, take))
+        assert done.wait(10)
+    assert [type(answer) for answer in answers] == [InputError, StageError, StageError]
+    assert Asked(engine, [[7]]).wait()["sum"] == [[7.0]]
+
+
+def test_too_many_are_refused(engine: Engine, session: Adding) -> None:
+    session.gate.clear()
+    asked = [Asked(engine, [[1]]) for _ in range(50)]
+    with pytest.raises(OverloadedError):
+        Asked(engine, [[1]])
+    session.gate.set()
+    assert all(own.wait()["sum"] == [[1.0]] for own in asked)
+    assert Asked(engine, [[2]]).wait()["sum"] == [[2.0]]
+
+
+def test_a_deadline(engine: Engine, session: Adding) -> None:
+    session.gate.clear()
+    first = Asked(engine, [[1]])
+    time.sleep(0.05)
+    late = Asked(engine, [[2]], deadline=time.monotonic() + 0.01)
+    time.sleep(0.05)
+    session.gate.set()
+    assert first.wait()["sum"] == [[1.0]]
+    assert isinstance(late.wait(), DeadlineError)
+
+
+def test_who_leaves_is_not_answered_and_not_run(engine: Engine, session: Adding) -> None:
+    session.gate.clear()
+    first = Asked(engine, [[1]])
+    time.sleep(0.05)
+    gone = Asked(engine, [[2, 2, 2]] * 5)
+    time.sleep(0.05)
+    engine.cancel(gone.request)
+    session.gate.set()
+    first.wait()
+    assert engine.drain(5)
+    assert gone.answer is None
+    assert session.batches == [1]
+
+
+def test_a_session_that_hangs_is_seen(engine: Engine, session: Adding) -> None:
+    assert engine.hung_s(time.monotonic()) == 0.0
+    session.gate.clear()
+    asked = Asked(engine, [[1]])
+    time.sleep(0.1)
+    assert engine.hung_s(time.monotonic()) > 0.05
+    session.gate.set()
+    asked.wait()
+
+
+def test_draining_answers_all_and_takes_no_more(engine: Engine, session: Adding) -> None:
+    session.gate.clear()
+    asked = [Asked(engine, [[place]]) for place in range(20)]
+    assert not engine.drain(0.05)
+    with pytest.raises(UnavailableError):
+        Asked(engine, [[1]])
+    session.gate.set()
+    assert engine.drain(5)
+    assert [own.wait()["sum"] for own in asked] == [[[float(place)]] for place in range(20)]
+
+
+def test_waiting_for_company(session: Adding) -> None:
+    engine = Engine([session], Limits(), encoders=1, max_wait_s=0.2)
+    asked = [Asked(engine, [[place]]) for place in range(5)]
+    assert [own.wait()["sum"] for own in asked] == [[[float(place)]] for place in range(5)]
+    assert session.batches == [5]
+    engine.close()
+
+
+def test_whoever_has_had_least_goes_next() -> None:
+    turns = Turns(1)
+    greedy, modest = turns.join(), turns.join()
+    order: list[str] = []
+    started = threading.Event()
+
+    def take(name: str, tokens: int, seat: Any) -> None:
+        with seat.turn(tokens):
+            order.append(name)
+            started.set()
+            time.sleep(0.02)
+
+    threads = [threading.Thread(target=take, args=["greedy", 1000, greedy]) for _ in range(4)]
+    threads[0].start()
+    started.wait()
+    threads += [threading.Thread(target=take, args=["modest", 10, modest]) for _ in range(3)]
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert order == ["greedy", "modest", "modest", "modest", "greedy", "greedy", "greedy"]
