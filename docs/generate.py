@@ -53,7 +53,15 @@ def _option(action: argparse.Action) -> str:
 def _exit_codes() -> list[str]:
     described = (errors.__doc__ or "").splitlines()
     rows = ["| 0 | | done |"]
-    for name in ("PlanError", "InputError", "UnsupportedError", "StageError", "AccuracyError", "BundleError", "ServeError"):
+    for name in (
+        "PlanError",
+        "InputError",
+        "UnsupportedError",
+        "StageError",
+        "AccuracyError",
+        "BundleError",
+        "ServeError",
+    ):
         meaning = next(line.split("   ")[-1].strip() for line in described if name in line)
         rows.append(f"| {getattr(errors, name).exit_code} | `{name}` | {meaning} |")
     return [*rows, "| 130 | | interrupted (Ctrl-C) |"]

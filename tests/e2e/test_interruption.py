@@ -28,7 +28,7 @@ def test_an_interrupted_build_leaves_nothing(model: str, tmp_path: Path, after: 
     (tmp_path / "tmp").mkdir()
     (tmp_path / "out").mkdir()
     with subprocess.Popen(
-        [sys.executable, "-m", "hasten", "build", model, "-o", str(tmp_path / "out" / "bundle")],
+        [sys.executable, "-m", "hasten", "build", model, "-o", str(tmp_path / "out" / "bundle"), "--budget", "5s"],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,

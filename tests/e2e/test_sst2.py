@@ -18,7 +18,8 @@ PUBLISHED = 0.9105504587155964
 @pytest.fixture(scope="session")
 def bundle(real_models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("sst2") / "bundle"
-    hasten.build(real_models("sst2"), target, bench_budget_s=3, batch_size=1, seq_len=(16, 32, 64), keep="all")
+    sizes = {"batch_size": 1, "seq_len": (16, 32, 64)}
+    hasten.build(real_models("sst2"), target, bench_budget_s=3, budget_s=10, keep="all", **sizes)
     return target
 
 
