@@ -129,7 +129,10 @@ def print_report(report: Report) -> None:
         justify: Literal["left", "right"] = "right" if name in ("p50", "load", "memory", "size") else "left"
         # Half a name names nothing: rather let the sentence beside it wrap.
         table.add_column(name, justify=justify, no_wrap=name == "variant")
+    skipped = [candidate.variant for candidate in report.candidates if candidate.status is Status.SKIPPED]
     for candidate in _by_speed(report.candidates, at_optimal):
+        if candidate.status is Status.SKIPPED:
+            continue
         timing, size = at_optimal.get(candidate.variant), sizes.get(candidate.variant)
         table.add_row(
             _MARKS.get(candidate.status, "•" if candidate.variant in report.front else ""),
@@ -143,6 +146,8 @@ def print_report(report: Report) -> None:
             style=_STYLES[candidate.status],
         )
     out.print(table)
+    if skipped:
+        out.print(f"not tried, since --budget was over: {', '.join(skipped)}", style="dim", highlight=False)
     print_metrics(report.candidates)
     print_batches(report.candidates)
     print_shapes(report.bench, skip=optimal)
@@ -194,15 +199,29 @@ def print_timings(bench: Bench) -> None:
 
 
 def print_candidates(candidates: Sequence[Candidate]) -> None:
+    """Where no variant may be used: how near each came, the nearest first, and why it was refused."""
     table = plain_table("candidates")
-    for name in ("", "variant", "status", "why"):
-        table.add_column(name, no_wrap=name == "variant")
-    for candidate in candidates:
-        mark = _MARKS.get(candidate.status, "✓")
+    for name in ("", "variant", "agreement", "flips", "metric", "drop"):
+        table.add_column(name, justify="left" if name in ("", "variant") else "right", no_wrap=True)
+    table.add_column("why not")
+    for candidate in sorted(candidates, key=_nearness):
+        verdict = candidate.verdict
+        flips = verdict.agreement.flips if verdict is not None else None
         table.add_row(
-            mark, candidate.variant, candidate.status.value, escape(candidate.reason), style=_STYLES[candidate.status]
+            _MARKS.get(candidate.status, "✓"),
+            candidate.variant,
+            f"{verdict.agreement.value:.4f}" if verdict is not None else "",
+            "" if flips is None else str(flips),
+            f"{verdict.metric.value:.4f}" if verdict is not None and verdict.metric is not None else "",
+            points(verdict.drop) if verdict is not None and verdict.drop is not None else "",
+            escape(candidate.reason),
+            style=_STYLES[candidate.status],
         )
     out.print(table)
+
+
+def _nearness(candidate: Candidate) -> float:
+    return 1.0 if candidate.verdict is None else -candidate.verdict.agreement.value
 
 
 def print_verdicts(candidates: Sequence[Candidate], rows: Sequence[Row]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hasten.backends import Artifact, RunOptions
 from hasten.bundle import Bundle
-from hasten.core.errors import AccuracyError
+from hasten.core.errors import AccuracyError, StageError
 from hasten.core.plan import Gate
 from hasten.core.progress import Silent
 from hasten.core.report import Candidate, Status, Verdict
@@ -31,8 +31,18 @@ def open_proven(bundle: Bundle, variant: str | None, options: RunOptions) -> Pre
     artifacts = iter([required(bundle, bundle.entry(variant))]) if variant else _runnable(bundle, refused)
     tokenizer = bundle.tokenizer()
     for artifact in artifacts:
-        predictor = Predictor(bundle.manifest.task, tokenizer, open_session(artifact, options))
-        verdict = _prove(predictor, artifact, bundle, options)
+        try:
+            predictor = Predictor(bundle.manifest.task, tokenizer, open_session(artifact, options))
+        except StageError as error:
+            if variant is not None:
+                raise
+            refused.append(Candidate(artifact.variant.name, Status.FAILED, error.message))
+            continue
+        try:
+            verdict = _prove(predictor, artifact, bundle, options)
+        except BaseException:
+            predictor.close()
+            raise
         if verdict.passed:
             logger.info("%s answers like the original here: %s", artifact.variant, verdict.reason)
             _tell(refused, artifact)
@@ -59,7 +69,7 @@ def _runnable(bundle: Bundle, refused: list[Candidate]) -> Iterator[Artifact]:
 
 def _tell(refused: list[Candidate], used: Artifact) -> None:
     for candidate in refused:
-        wrong = "run" if candidate.status is Status.UNAVAILABLE else "answer like the original"
+        wrong = "answer like the original" if candidate.status is Status.INACCURATE else "run"
         logger.warning(
             "passing over %s, which does not %s here: %s; using %s instead",
             candidate.variant,
