@@ -218,20 +218,21 @@ def test_whoever_has_had_least_goes_next() -> None:
     turns = Turns(1)
     greedy, modest = turns.join(), turns.join()
     order: list[str] = []
-    started = threading.Event()
+    gate = threading.Event()
 
     def take(name: str, tokens: int, seat: Any) -> None:
         with seat.turn(tokens):
             order.append(name)
-            started.set()
-            time.sleep(0.02)
+            gate.wait(10)
 
     threads = [threading.Thread(target=take, args=["greedy", 1000, greedy]) for _ in range(4)]
-    threads[0].start()
-    started.wait()
     threads += [threading.Thread(target=take, args=["modest", 10, modest]) for _ in range(3)]
+    threads[0].start()
+    until(lambda: order == ["greedy"])
     for thread in threads[1:]:
         thread.start()
+    until(lambda: greedy.waiting + modest.waiting == 6)
+    gate.set()
     for thread in threads:
         thread.join()
     assert order == ["greedy", "modest", "modest", "modest", "greedy", "greedy", "greedy"]
