@@ -61,6 +61,10 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def is_running(engine: Engine) -> bool:
+    return engine.hung_s(time.monotonic()) > 0
+
+
 class Asked:
     """A request that waits for its answer."""
 
@@ -119,7 +123,7 @@ def test_many_at_once_get_their_own(engine: Engine, session: Adding) -> None:
 def test_a_row_that_fails_takes_nobody_with_it(engine: Engine, session: Adding) -> None:
     session.gate.clear()
     first = Asked(engine, [[5, 5]])
-    time.sleep(0.05)
+    until(lambda: is_running(engine))
     fine, broken, also_fine = (Asked(engine, [row]) for row in ([1, 2], [POISON, 1], [3, 4]))
     session.gate.set()
     assert first.wait()["sum"] == [[10.0]]
@@ -163,9 +167,10 @@ def test_too_many_are_refused(engine: Engine, session: Adding) -> None:
 def test_a_deadline(engine: Engine, session: Adding) -> None:
     session.gate.clear()
     first = Asked(engine, [[1]])
-    time.sleep(0.05)
-    late = Asked(engine, [[2]], deadline=time.monotonic() + 0.01)
-    time.sleep(0.05)
+    until(lambda: is_running(engine))
+    deadline = time.monotonic() + 0.01
+    late = Asked(engine, [[2]], deadline=deadline)
+    until(lambda: time.monotonic() > deadline)
     session.gate.set()
     assert first.wait()["sum"] == [[1.0]]
     assert isinstance(late.wait(), DeadlineError)
@@ -174,9 +179,9 @@ def test_a_deadline(engine: Engine, session: Adding) -> None:
 def test_who_leaves_is_not_answered_and_not_run(engine: Engine, session: Adding) -> None:
     session.gate.clear()
     first = Asked(engine, [[1]])
-    time.sleep(0.05)
+    until(lambda: is_running(engine))
     gone = Asked(engine, [[2, 2, 2]] * 5)
-    time.sleep(0.05)
+    until(lambda: engine.waiting == 1)
     engine.cancel(gone.request)
     session.gate.set()
     first.wait()
@@ -189,8 +194,7 @@ def test_a_session_that_hangs_is_seen(engine: Engine, session: Adding) -> None:
     assert engine.hung_s(time.monotonic()) == 0.0
     session.gate.clear()
     asked = Asked(engine, [[1]])
-    time.sleep(0.1)
-    assert engine.hung_s(time.monotonic()) > 0.05
+    until(lambda: engine.hung_s(time.monotonic()) > 0.05)
     session.gate.set()
     asked.wait()
 
