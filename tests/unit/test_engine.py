@@ -211,7 +211,7 @@ def test_draining_answers_all_and_takes_no_more(engine: Engine, session: Adding)
 
 
 def test_waiting_for_company(session: Adding) -> None:
-    engine = Engine([session], Limits(), encoders=1, max_wait_s=0.2)
+    engine = Engine([session], Limits(), encoders=1, max_wait_s=1.0)
     asked = [Asked(engine, [[place]]) for place in range(5)]
     assert [own.wait()["sum"] for own in asked] == [[[float(place)]] for place in range(5)]
     assert session.batches == [5]
