@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from enum import StrEnum
 
-from hasten.core.errors import HastenError
+from hasten.core.errors import HastenError, UnavailableError
 from hasten.server import huggingface, openai, operations, tei, v2
 from hasten.server.exchange import Exchange, Response
+from hasten.server.keys import Keys
 from hasten.server.metrics import Metrics
 from hasten.server.models import Models
 from hasten.server.routes import Call, NotFoundError, Route, Router
+from hasten.server.watch import Seen, Watcher
 
 logger = logging.getLogger("hasten")
 
@@ -24,16 +26,29 @@ PROTOCOLS: tuple[tuple[str, Sequence[Route]], ...] = (
 )
 
 
+class State(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
 class App:
     """Called with an exchange, from the event loop; it never waits."""
 
-    def __init__(self, models: Models, metrics: Metrics, *, keys: Iterable[str] = (), hang_s: float = 60.0) -> None:
+    def __init__(
+        self, models: Models, metrics: Metrics, keys: Keys, watchers: Sequence[Watcher] = (), *, hang_s: float = 60.0
+    ) -> None:
         self.models = models
         self.metrics = metrics
-        self.is_ready = False
+        self.keys = keys
+        self.state = State.STARTING
+        self._watchers = (metrics.on_seen, *watchers)
         self._hang_s = hang_s
-        self._keys = [key.encode() for key in keys]
         self._router = Router([route for _, routes in PROTOCOLS for route in routes] + operations.routes(self))
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is State.READY
 
     def is_alive(self) -> bool:
         """Not where a session has been running for longer than any batch may take."""
@@ -45,28 +60,22 @@ class App:
         return self._router.routes
 
     def __call__(self, exchange: Exchange) -> None:
+        exchange.watch = self.watch
         try:
             route, names = self._router.find(exchange.method, exchange.path)
-            if self._keys and not route.is_open and not self._is_known(exchange):
-                raise _Unauthorized
+            if not route.is_open:
+                if self.state is State.STARTING:
+                    raise UnavailableError("the models are not loaded yet")
+                self.keys.check(exchange.headers.get("authorization", ""))
             route.handle(Call(exchange, self.models, names))
         except NotFoundError as error:
             exchange.reply(error.response())
-        except _Unauthorized:
-            headers = {"www-authenticate": "Bearer"}
-            body = Response.json({"error": "the API key is missing or unknown"}).body
-            exchange.reply(Response(401, body, headers=headers))
         except HastenError as error:
             exchange.fail(error)
         except Exception:
             logger.exception("%s %s failed", exchange.method, exchange.path)
             exchange.reply(Response.json({"error": "the server failed on this request; its log says why"}, 500))
 
-    def _is_known(self, exchange: Exchange) -> bool:
-        """All keys are compared, each in constant time: how long it takes tells nothing."""
-        given = exchange.headers.get("authorization", "").removeprefix("Bearer ").strip().encode()
-        return any([hmac.compare_digest(given, key) for key in self._keys])  # noqa: C419
-
-
-class _Unauthorized(Exception):  # noqa: N818 – no error of anyone's program
-    pass
+    def watch(self, seen: Seen) -> None:
+        for watcher in self._watchers:
+            watcher(seen)

@@ -14,7 +14,7 @@ from http import HTTPStatus
 from typing import Any
 
 from hasten.core.errors import InputError, TooLargeError
-from hasten.server.exchange import Exchange, Response, failure
+from hasten.server.exchange import REQUEST_ID, Exchange, Response, failure
 
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 _MOST_HEADER_BYTES = 2**16
@@ -190,7 +190,7 @@ class Connection(asyncio.Protocol):
         if exchange is None or self._transport.is_closing():
             return
         is_keeping = self._is_keeping and not self._owner.is_draining
-        self._transport.write(_bytes_of(response, is_keeping, has_body=exchange.method != "HEAD"))
+        self._transport.write(_bytes_of(response, is_keeping, has_body=exchange.method != "HEAD", request=exchange.id))
         if is_keeping:
             self._next()
         else:
@@ -232,12 +232,14 @@ class Connection(asyncio.Protocol):
             self._timer = None
 
 
-def _bytes_of(response: Response, is_keeping: bool, *, has_body: bool) -> bytes:
+def _bytes_of(response: Response, is_keeping: bool, *, has_body: bool, request: str = "") -> bytes:
     head = [
         b"HTTP/1.1 %d %s\r\ncontent-type: %s\r\ncontent-length: %d\r\n"
         % (response.status, _REASONS.get(response.status, b""), response.content_type.encode(), len(response.body))
     ]
     head += [f"{name}: {value}\r\n".encode("latin-1") for name, value in response.headers.items()]
+    if request:
+        head.append(f"{REQUEST_ID}: {request}\r\n".encode())
     if not is_keeping:
         head.append(b"connection: close\r\n")
     head.append(b"\r\n")

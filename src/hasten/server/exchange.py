@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,16 +16,21 @@ from hasten.core.errors import (
     OverloadedError,
     PlanError,
     TooLargeError,
+    UnauthorizedError,
     UnavailableError,
     UnsupportedError,
 )
+from hasten.server.engine import Measured
+from hasten.server.watch import Seen, Watcher, request_id
 
 Body = TypeVar("Body")
 
 JSON = "application/json"
+REQUEST_ID = "x-request-id"
 
 # What went wrong to what HTTP calls it; the first that fits counts. What is not here is our own fault.
 _STATUS: tuple[tuple[type[HastenError], int], ...] = (
+    (UnauthorizedError, 401),
     (TooLargeError, 413),
     (OverloadedError, 429),
     (DeadlineError, 504),
@@ -61,14 +67,25 @@ class Exchange:
     body: bytes
     # Takes the reply, once, from any thread.
     send: Callable[[Response], None]
-    is_closed: bool = False
+    watch: Watcher | None = None
     # What to do when the client leaves before it is answered.
     on_close: Callable[[], None] | None = None
+    is_closed: bool = False
+    begin: float = field(default_factory=time.monotonic)
+    # For whoever watches: the model that was asked, and what it cost.
+    model: str = ""
+    measured: Measured | None = None
+    id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.id = request_id(self.headers.get(REQUEST_ID, ""))
 
     def reply(self, response: Response) -> None:
         if not self.is_closed:
             self.is_closed = True
             self.send(response)
+            if self.watch is not None:
+                self.watch(self._seen(response))
 
     def fail(self, error: HastenError) -> None:
         self.reply(failure(error))
@@ -82,6 +99,11 @@ class Exchange:
 
     def read_json(self, kind: type[Body]) -> Body:
         return read_json(self.body, kind)
+
+    def _seen(self, response: Response) -> Seen:
+        seconds = time.monotonic() - self.begin
+        what, trace = f"{self.method} {self.path}", self.headers.get("traceparent", "")
+        return Seen(self.id, what, self.model, response.status, seconds, self.measured, trace)
 
 
 def read_json(body: bytes | memoryview, kind: type[Body]) -> Body:
@@ -99,10 +121,12 @@ def status_of(error: HastenError) -> int:
 
 
 def failure(error: HastenError) -> Response:
-    headers = {"retry-after": str(max(1, round(error.retry_after_s)))} if isinstance(error, OverloadedError) else {}
-    status = status_of(error)
-    body = msgspec.json.encode({"error": str(error)})
-    return Response(status, body, headers=headers)
+    headers: dict[str, str] = {}
+    if isinstance(error, OverloadedError):
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    elif isinstance(error, UnauthorizedError):
+        headers["www-authenticate"] = "Bearer"
+    return Response(status_of(error), msgspec.json.encode({"error": str(error)}), headers=headers)
 
 
 def plain(value: object) -> Any:

@@ -6,10 +6,12 @@ from typing import Any
 
 from hasten.core.errors import missing_package
 from hasten.core.hardware import peak_memory_bytes
-from hasten.server.engine import Measured, Observer
+from hasten.server.engine import Observer
 from hasten.server.queue import Job
+from hasten.server.watch import Seen
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_TOO_MANY = 429
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -30,7 +32,7 @@ class Metrics:
         def counter(name: str, what: str, labels: list[str] | None = None) -> Any:
             return prometheus.Counter(f"hasten_{name}", what, labels or label, registry=registry)
 
-        self.requests = counter("requests", "Requests, by how they were answered.", ["model", "protocol", "status"])
+        self.requests = counter("requests", "Requests, by how they were answered.", ["model", "status"])
         self.duration = histogram("request_seconds", "From a request to its answer.")
         self.encode = histogram("encode_seconds", "Turning texts into tokens.")
         self.queue = histogram("queue_seconds", "Waiting for a session.")
@@ -52,22 +54,28 @@ class Metrics:
     def of(self, model: str) -> ModelMetrics:
         return ModelMetrics(self, model)
 
+    def on_seen(self, seen: Seen) -> None:
+        self.requests.labels(seen.model, seen.status).inc()
+        if not seen.model:
+            return
+        self.duration.labels(seen.model).observe(seen.seconds)
+        if seen.status == _TOO_MANY:
+            self.rejected.labels(seen.model).inc()
+        if seen.measured is not None:
+            self.encode.labels(seen.model).observe(seen.measured.encode_s)
+            self.queue.labels(seen.model).observe(seen.measured.queue_s)
+
 
 class ModelMetrics(Observer):
+    """What a model's batches tell."""
+
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._compute, self._rows, self._tokens, self._padding = (
             one.labels(model) for one in (metrics.compute, metrics.batch_rows, metrics.tokens, metrics.padding)
         )
-        self._encode, self._queue = metrics.encode.labels(model), metrics.queue.labels(model)
-        self.duration, self.rejected = metrics.duration.labels(model), metrics.rejected.labels(model)
 
     def on_batch(self, job: Job, seconds: float) -> None:
         self._compute.observe(seconds)
         self._rows.observe(len(job.batch))
         self._tokens.inc(job.batch.tokens)
         self._padding.inc(job.padding)
-
-    def on_answer(self, measured: Measured, seconds: float) -> None:
-        self.duration.observe(seconds)
-        self._encode.observe(measured.encode_s)
-        self._queue.observe(measured.queue_s)

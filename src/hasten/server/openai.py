@@ -26,7 +26,7 @@ class EmbeddingRequest(msgspec.Struct):
 
 def embeddings(call: Call) -> None:
     request = call.exchange.read_json(EmbeddingRequest)
-    served = call.models.only(request.model, gives_embeddings)
+    served = call.only(request.model, gives_embeddings)
     if not gives_embeddings(served):
         raise InputError(f"'{served.name}' answers {served.task.name}, and gives no embeddings")
     if request.dimensions is not None and request.dimensions < 1:

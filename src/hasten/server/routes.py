@@ -10,6 +10,7 @@ from hasten.core.errors import HastenError, PlanError
 from hasten.server.engine import Measured
 from hasten.server.exchange import Exchange, Response
 from hasten.server.models import Models
+from hasten.server.served import Served
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,19 @@ class Call:
     models: Models
     names: Mapping[str, str]
 
+    def named(self, name: str) -> Served:
+        return self._asked(self.models.named(name))
+
+    def only(self, name: str = "", what: Callable[[Served], bool] = lambda _: True) -> Served:
+        return self._asked(self.models.only(name, what))
+
+    def _asked(self, served: Served) -> Served:
+        self.exchange.model = served.name
+        return served
+
     def done(self, answer: Response | HastenError, measured: Measured | None) -> None:
         """What the engine calls, from a thread of its own."""
+        self.exchange.measured = measured
         if isinstance(answer, HastenError):
             self.exchange.fail(answer)
         else:

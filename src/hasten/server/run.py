@@ -1,4 +1,4 @@
-"""The server's process: models opened, a socket, an event loop, and an orderly end."""
+"""The server's process: sockets, an event loop, models opened, and an orderly end."""
 
 from __future__ import annotations
 
@@ -7,98 +7,239 @@ import ipaddress
 import logging
 import os
 import signal
+import ssl
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from hasten.core.errors import PlanError, UnavailableError, missing_package
 from hasten.core.hardware import usable_cores
-from hasten.server.app import App
+from hasten.server import logs, tracing
+from hasten.server.app import App, State
 from hasten.server.connection import Connections, HttpLimits
 from hasten.server.fairness import Turns
+from hasten.server.keys import Keys
 from hasten.server.metrics import Metrics
 from hasten.server.models import Models
+from hasten.server.queue import Limits
+from hasten.server.reload import Changes
 from hasten.server.served import ModelSettings, Served
+from hasten.server.settings import Settings
+from hasten.server.supervise import Heart
 
 logger = logging.getLogger("hasten")
 
+# The exit code of a process whose session hangs.
+HUNG = 70
+_BEAT_S = 1.0
+# Clients that are busy on a connection send their next request within this, and are told that it was the last.
+_LINGER_S = 0.5
+
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    bundles: tuple[Path, ...]
-    host: str = "127.0.0.1"
-    port: int = 8000
-    model: ModelSettings = field(default_factory=ModelSettings)
-    http: HttpLimits = field(default_factory=HttpLimits)
-    key_file: Path | None = None
-    drain_s: float = 30.0
+class Addresses:
+    http: str
+    grpc: str | None
 
 
-def run(settings: Settings, on_ready: Callable[[str], None] = lambda _: None) -> None:
+def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: None) -> None:
     """Until SIGTERM or SIGINT, and then until all that was taken is answered."""
-    try:
-        import httptools  # noqa: F401
-        import uvloop
-    except ImportError as error:
-        raise missing_package(error.name or "uvloop", "serving", "serve") from error
-    keys = read_keys(settings.key_file)
-    if not keys and not _is_local(settings.host):
+    for package in ("httptools", "uvloop"):
+        if find_spec(package) is None:
+            raise missing_package(package, "serving", "serve")
+    import uvloop
+
+    app = make_app(settings)
+    if not app.keys and not _is_local(settings.host):
         logger.warning("anyone who reaches %s may ask: no API keys are set (--key-file)", settings.host)
-    app = make_app(settings, keys)
-    uvloop.run(_serve(app, settings, on_ready))
+    uvloop.run(_Process(app, settings).run(on_ready))
 
 
-def make_app(settings: Settings, keys: tuple[str, ...] = ()) -> App:
-    """The application with its models, ready to be asked; for any server that drives it."""
-    names = [path.resolve().name for path in settings.bundles]
+def make_app(settings: Settings) -> App:
+    """The application, still without its models; for any server that drives it."""
+    metrics, threads = Metrics(), settings.threads or usable_cores()
+    turns = Turns(max(settings.instances or 1, usable_cores() // threads))
+    about = _model_settings(settings)
+    models = Models(lambda path, name: Served.open(path, about, turns, metrics.of(name), name))
+    watchers = [logs.access_log()] if settings.logs_requests else []
+    if tracing.is_configured():
+        watchers.append(tracing.tracer())
+    return App(models, metrics, Keys.read(settings.key_file), watchers, hang_s=settings.hang)
+
+
+def load_models(app: App, settings: Settings) -> None:
+    """Open, warm and test each; from then on they are asked."""
+    paths = [Path(bundle) for bundle in settings.bundles]
+    names = [path.resolve().name for path in paths]
     if len(set(names)) < len(names):
         raise PlanError("two bundles have the same name", hint="models go by the names of their directories")
-    metrics, threads = Metrics(), settings.model.threads or usable_cores()
-    turns = Turns(max(settings.model.instances, usable_cores() // threads))
-    models = Models(lambda path, name: Served.open(path, settings.model, turns, metrics.of(name), name))
-    for path, name in zip(settings.bundles, names, strict=True):
-        models.load(path, name)
-    return App(models, metrics, keys=keys)
+    for path, name in zip(paths, names, strict=True):
+        app.models.load(path, name)
+    app.state = State.READY
 
 
-def read_keys(file: Path | None) -> tuple[str, ...]:
-    lines = os.environ.get("HASTEN_API_KEYS", "").replace(",", "\n").splitlines()
-    if file is not None:
+class _Process:
+    def __init__(self, app: App, settings: Settings) -> None:
+        self._app = app
+        self._settings = settings
+        self._connections = Connections(app, http_limits(settings))
+        self._stopping = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, on_ready: Callable[[Addresses], None]) -> None:
+        settings, loop = self._settings, asyncio.get_running_loop()
+        certificate = _tls(settings)
+        server = await self._listen(certificate)
+        host, port = server.sockets[0].getsockname()[:2]
+        grpc = self._grpc(port)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, number)
+        loading = loop.run_in_executor(None, load_models, self._app, settings)
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            # Nothing was promised to anyone yet.
+            os._exit(0)
+        loading.result()
+        if grpc is not None:
+            grpc.start()
+        changes = Changes(self._app.models)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._begin(self._reload(changes)))
+        self._begin(self._watch_over(Heart.inherited()))
+        if settings.watch is not None:
+            self._begin(self._reload_every(changes, settings.watch))
+        scheme = "http" if certificate is None else "https"
+        on_ready(Addresses(f"{scheme}://{_written(host)}:{port}", grpc and f"{_written(host)}:{grpc.port}"))
+        await stopping
+        await self._drain(server, grpc)
+
+    async def _listen(self, certificate: ssl.SSLContext | None) -> asyncio.Server:
+        settings = self._settings
         try:
-            lines += file.read_text(encoding="utf-8").splitlines()
+            return await asyncio.get_running_loop().create_server(
+                self._connections, settings.host, settings.port, backlog=2048, ssl=certificate
+            )
         except OSError as error:
-            raise PlanError(f"no keys at {file}: {error.strerror or error}") from error
-    return tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
+            where = f"{settings.host}:{settings.port}"
+            raise UnavailableError(
+                f"cannot listen on {where}: {error.strerror or error}", hint="--port takes another"
+            ) from error
+
+    def _grpc(self, port: int) -> Any | None:
+        settings = self._settings
+        if not settings.grpc:
+            return None
+        if find_spec("grpc") is None and settings.grpc_port is None:
+            logger.warning("gRPC is not served: the package 'grpcio' is not installed (pip install 'hasten[serve]')")
+            return None
+        from hasten.server.grpc_v2 import GrpcServer
+
+        chosen = settings.grpc_port if settings.grpc_port is not None else (port + 1 if settings.port else 0)
+        pair = None if settings.tls_cert is None else (settings.tls_key, settings.tls_cert)
+        return GrpcServer(self._app, f"{_written(settings.host)}:{chosen}", most_bytes=settings.max_body, tls=pair)
+
+    # While it runs
+
+    def _stop(self, number: int) -> None:
+        if self._stopping.is_set():
+            os._exit(128 + number)  # asked twice: now
+        self._stopping.set()
+
+    def _begin(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reload(self, changes: Changes) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, changes.reload)
+
+    async def _reload_every(self, changes: Changes, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            await self._reload(changes)
+
+    async def _watch_over(self, heart: Heart) -> None:
+        """A session that hangs cannot be stopped; a process can."""
+        while self._app.is_alive():
+            heart.beat()
+            await asyncio.sleep(_BEAT_S)
+        logger.critical("a session hangs: leaving, so that whoever supervises this process starts it again")
+        # Whoever asks for its health meanwhile is told.
+        await asyncio.sleep(2 * _BEAT_S)
+        os._exit(HUNG)
+
+    # The end
+
+    async def _drain(self, server: asyncio.Server, grpc: Any | None) -> None:
+        """Take no new connections, answer what comes on those there are and tell that it was the last, then leave."""
+        loop, until = asyncio.get_running_loop(), time.monotonic() + self._settings.drain
+        self._app.state = State.DRAINING
+        server.close()
+        stopped = grpc.stop(self._settings.drain) if grpc is not None else None
+        self._connections.is_draining = True
+        await asyncio.sleep(min(_LINGER_S, self._settings.drain))
+        self._connections.drain()
+        while self._connections.open and time.monotonic() < until:
+            await asyncio.sleep(0.005)
+        left = max(0.0, until - time.monotonic())
+        is_done = await loop.run_in_executor(None, self._app.models.close, left)
+        if stopped is not None:
+            await loop.run_in_executor(None, stopped.wait, left + 1.0)
+        if self._connections.open or not is_done:
+            logger.warning("some requests were not answered in %.0f s", self._settings.drain)
+        for task in self._tasks:
+            task.cancel()
 
 
-async def _serve(app: App, settings: Settings, on_ready: Callable[[str], None]) -> None:
-    loop = asyncio.get_running_loop()
-    connections = Connections(app, settings.http)
+def _model_settings(settings: Settings) -> ModelSettings:
+    limits = Limits(
+        requests=settings.max_queue,
+        wait_s=settings.max_queue_time,
+        tokens_per_batch=settings.batch_tokens or Limits().tokens_per_batch,
+    )
+    return ModelSettings(
+        variant=settings.variant,
+        instances=settings.instances,
+        threads=settings.threads,
+        max_wait_s=settings.max_wait / 1e6,
+        timeout_s=settings.timeout,
+        limits=limits,
+        items=settings.max_items,
+        tokens=settings.max_tokens,
+    )
+
+
+def http_limits(settings: Settings) -> HttpLimits:
+    return HttpLimits(
+        body_bytes=settings.max_body,
+        read_s=settings.read_timeout,
+        idle_s=settings.idle_timeout,
+        connections=settings.max_connections,
+    )
+
+
+def _tls(settings: Settings) -> ssl.SSLContext | None:
+    if settings.tls_cert is None and settings.tls_key is None:
+        return None
+    if settings.tls_cert is None or settings.tls_key is None:
+        raise PlanError("TLS needs a certificate and its key", hint="--tls-cert FILE --tls-key FILE")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        server = await loop.create_server(connections, settings.host, settings.port, backlog=2048)
-    except OSError as error:
-        raise UnavailableError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}", hint="--port takes another"
-        ) from error
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    host, port = server.sockets[0].getsockname()[:2]
-    app.is_ready = True
-    on_ready(f"http://{host}:{port}")
-    await stopping.wait()
-    app.is_ready = False
-    server.close()
-    connections.drain()
-    if not await loop.run_in_executor(None, app.models.close, settings.drain_s):
-        logger.warning("some requests were not answered in %.0f s", settings.drain_s)
-    # What was answered last is still on its way out.
-    while connections.open:
-        await asyncio.sleep(0.01)
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise PlanError(f"no certificate and key in {settings.tls_cert} and {settings.tls_key}: {error}") from error
+    return context
 
 
 def _is_local(host: str) -> bool:
-    try:
+    with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return host == "localhost"
+
+
+def _written(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

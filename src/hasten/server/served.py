@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from hasten.backends import RunOptions
+from hasten.backends import Artifact, RunOptions
 from hasten.bundle import Bundle, open_bundle
 from hasten.core.errors import AccuracyError, HastenError, TooLargeError
 from hasten.core.hardware import usable_cores
@@ -20,6 +20,7 @@ from hasten.measure.verify import expect, verify
 from hasten.predictor import Predictor, open_session, runnable
 from hasten.server.engine import Engine, Measured, Observer, Request
 from hasten.server.fairness import Turns
+from hasten.server.instances import choose_instances
 from hasten.server.queue import Limits
 from hasten.tasks import TASKS, AnyTask, Encoded, TaskSpec
 
@@ -32,10 +33,12 @@ _TEST_ROWS = 8
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     variant: str | None = None
-    # Sessions beside each other, and threads of each; as many of both as the machine has cores for.
-    instances: int = 1
+    # Sessions beside each other, measured where not given, and threads of each; the cores are shared out.
+    instances: int | None = None
     threads: int | None = None
     max_wait_s: float = 0.0
+    # To answer, where a request does not say.
+    timeout_s: float | None = None
     limits: Limits = field(default_factory=Limits)
     # Texts in one request, and tokens of all of them.
     items: int = 1024
@@ -53,8 +56,8 @@ class Served:
         artifact = bundle.artifact(bundle.entry(settings.variant)) if settings.variant else runnable(bundle)
         self.variant = artifact.variant
         self.signature = artifact.signature
-        threads = settings.threads or max(1, usable_cores() // settings.instances)
-        sessions = [open_session(artifact, RunOptions(threads)) for _ in range(settings.instances)]
+        self.instances, threads = _arrange(artifact, bundle, settings)
+        sessions = [open_session(artifact, RunOptions(threads)) for _ in range(self.instances)]
         for session in sessions:
             session.warm([Shape(1, 16), bundle.report.plan.shapes.optimal])
         self._test(Predictor(self.spec, self.tokenizer, sessions[0]))
@@ -110,7 +113,8 @@ class Served:
                 raise TooLargeError(f"{encoded.batch.tokens} tokens are more than {self.settings.tokens}")
             return encoded
 
-        deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+        allowed = timeout_s if timeout_s is not None else self.settings.timeout_s
+        deadline = time.monotonic() + allowed if allowed is not None else None
         request = Request(checked, decode, on_done, priority, deadline)
         self.engine.submit(request)
         return lambda: self.engine.cancel(request)
@@ -134,3 +138,14 @@ class Served:
             raise AccuracyError(
                 f"{self.name} does not answer {items} of its own rows like the original: {verdict.reason}"
             )
+
+
+def _arrange(artifact: Artifact, bundle: Bundle, settings: ModelSettings) -> tuple[int, int]:
+    """Sessions, and threads of each."""
+    cores = usable_cores()
+    if settings.instances is not None:
+        return settings.instances, settings.threads or max(1, cores // settings.instances)
+    if settings.threads is not None:
+        return max(1, cores // settings.threads), settings.threads
+    instances = choose_instances(artifact, bundle.manifest.created, bundle.report.plan.shapes.optimal)
+    return instances, max(1, cores // instances)

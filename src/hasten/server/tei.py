@@ -33,7 +33,7 @@ class RerankRequest(msgspec.Struct):
 
 def embed(call: Call) -> None:
     request = call.exchange.read_json(EmbedRequest)
-    served = call.models.only(request.model, gives_embeddings)
+    served = call.only(request.model, gives_embeddings)
     if not gives_embeddings(served):
         raise InputError(f"'{served.name}' answers {served.task.name}, and gives no embeddings")
     given = {} if request.prompt_name is None else {"prompt_name": request.prompt_name}
@@ -53,7 +53,7 @@ def embed(call: Call) -> None:
 
 def rerank(call: Call) -> None:
     request = call.exchange.read_json(RerankRequest)
-    served = call.models.only(request.model, is_ranker)
+    served = call.only(request.model, is_ranker)
     if not is_ranker(served):
         raise InputError(f"'{served.name}' answers {served.task.name}, and ranks nothing")
     if not request.texts:
@@ -75,7 +75,7 @@ def rerank(call: Call) -> None:
 
 
 def info(call: Call) -> None:
-    served = call.models.only()
+    served = call.only()
     about = served.bundle.manifest
     call.exchange.reply(
         Response.json(
