@@ -10,10 +10,20 @@ from typing import Any
 from hasten.core.errors import TooLargeError
 from hasten.server.connection import HttpLimits
 from hasten.server.exchange import REQUEST_ID, Exchange, Response, failure
+from hasten.server.run import http_limits, load_models, make_app
+from hasten.server.settings import Settings
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+
+def from_environment() -> Asgi:
+    """`HASTEN_BUNDLES=sst2 uvicorn --factory hasten.server.asgi:from_environment`"""
+    settings = Settings.read({})
+    app = make_app(settings)
+    load_models(app, settings)
+    return Asgi(app, http_limits(settings))
 
 
 class Asgi:

@@ -267,7 +267,7 @@ class _Service:
             raise _GoneError("the client has left")
         if isinstance(answers[0], HastenError):
             raise answers[0]
-        return _response(request, answers[0])
+        return write_response(request, answers[0])
 
     def _stream(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
         """Answers in the order of the requests, each as soon as those before it are there."""
@@ -301,7 +301,7 @@ class _Service:
                 future.set_result(answer(error_message=str(found), infer_response={"id": request.id}))
             else:
                 self._app.watch(call.seen(200))
-                future.set_result(answer(infer_response=_response(request, found)))
+                future.set_result(answer(infer_response=write_response(request, found)))
 
         try:
             self._ask(request, call, done)
@@ -322,7 +322,7 @@ class _Service:
         if left is not None and call.what != STREAM:
             parameters.setdefault("timeout", max(1, int(left * 1e6)))
         outputs = tuple(output.name for output in request.outputs)
-        return infer(served, Inference(_tensors(request), outputs, parameters), done)
+        return infer(served, Inference(read_tensors(request), outputs, parameters), done)
 
     def _found(self, call: _Call, name: str, version: str) -> Served:
         served = self._app.models.named(name)
@@ -353,7 +353,7 @@ def _plain(parameter: Any) -> Any:
     return getattr(parameter, choice) if choice else None
 
 
-def _tensors(request: Any) -> Mapping[str, Tensor]:
+def read_tensors(request: Any) -> Mapping[str, Tensor]:
     raw: Sequence[bytes] = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise InputError(f"there are {len(request.inputs)} inputs, and the contents of {len(raw)}")
@@ -374,7 +374,7 @@ def _tensors(request: Any) -> Mapping[str, Tensor]:
     return tensors
 
 
-def _response(request: Any, outputs: Sequence[Output]) -> Any:
+def write_response(request: Any, outputs: Sequence[Output]) -> Any:
     return message("ModelInferResponse")(
         model_name=request.model_name,
         model_version=VERSION,
