@@ -139,7 +139,7 @@ async def serve_aio(bundle: Path, port: int) -> None:
     load_models(app, settings)
     loop = asyncio.get_running_loop()
 
-    async def answer(request: Any, context: Any) -> Any:
+    async def answer(request: Any, _: Any) -> Any:
         found: asyncio.Future[Any] = loop.create_future()
         inference = Inference(read_tensors(request))
         infer(
