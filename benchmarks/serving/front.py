@@ -128,7 +128,7 @@ async def serve_aio(bundle: Path, port: int) -> None:
     import grpc
 
     from hasten.core.errors import HastenError
-    from hasten.server.grpc_v2 import read_tensors, write_response
+    from hasten.server.grpc_calls import response_to, tensors_of
     from hasten.server.inference import Inference, infer
     from hasten.server.messages import SERVICE, message
     from hasten.server.run import load_models, make_app
@@ -141,7 +141,7 @@ async def serve_aio(bundle: Path, port: int) -> None:
 
     async def answer(request: Any, _: Any) -> Any:
         found: asyncio.Future[Any] = loop.create_future()
-        inference = Inference(read_tensors(request))
+        inference = Inference(tensors_of(request))
         infer(
             app.models.named(request.model_name),
             inference,
@@ -150,7 +150,7 @@ async def serve_aio(bundle: Path, port: int) -> None:
         outputs = await found
         if isinstance(outputs, HastenError):
             raise outputs
-        return write_response(request, outputs)
+        return response_to(request, outputs)
 
     handler = grpc.unary_unary_rpc_method_handler(
         answer, message("ModelInferRequest").FromString, message("ModelInferResponse").SerializeToString

@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from enum import StrEnum
 
-from hasten.core.errors import HastenError, UnavailableError
+from hasten.core.errors import HastenError, StageError, UnavailableError
 from hasten.server import huggingface, openai, operations, tei, v2
-from hasten.server.exchange import Exchange, Response
+from hasten.server.exchange import Exchange
 from hasten.server.keys import Keys
 from hasten.server.metrics import Metrics
 from hasten.server.models import Models
@@ -63,6 +63,7 @@ class App:
         exchange.watch = self.watch
         try:
             route, names = self._router.find(exchange.method, exchange.path)
+            exchange.tell = route.tell
             if not route.is_open:
                 if self.state is State.STARTING:
                     raise UnavailableError("the models are not loaded yet")
@@ -74,7 +75,7 @@ class App:
             exchange.fail(error)
         except Exception:
             logger.exception("%s %s failed", exchange.method, exchange.path)
-            exchange.reply(Response.json({"error": "the server failed on this request; its log says why"}, 500))
+            exchange.fail(StageError("the server failed on this request; its log says why"))
 
     def watch(self, seen: Seen) -> None:
         for watcher in self._watchers:

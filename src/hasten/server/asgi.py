@@ -52,9 +52,8 @@ class Asgi:
             await _send(send, failure(TooLargeError(f"the body is larger than {self._limits.body_bytes} bytes")), "")
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        exchange = Exchange(
-            scope["method"], scope["path"], scope["query_string"].decode("latin-1"), headers, body, reply
-        )
+        query, limit = scope["query_string"].decode("latin-1"), self._limits.body_bytes
+        exchange = Exchange(scope["method"], scope["path"], query, headers, body, reply, limit)
         self._app(exchange)
         gone = asyncio.ensure_future(_until_gone(receive))
         await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)

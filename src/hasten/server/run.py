@@ -38,6 +38,8 @@ HUNG = 70
 _BEAT_S = 1.0
 # Clients that are busy on a connection send their next request within this, and are told that it was the last.
 _LINGER_S = 0.5
+# For the last answers by gRPC to be sent.
+_FLUSH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,8 @@ class _Process:
         loop, until = asyncio.get_running_loop(), time.monotonic() + self._settings.drain
         self._app.state = State.DRAINING
         server.close()
-        stopped = grpc.stop(self._settings.drain) if grpc is not None else None
+        if grpc is not None:
+            grpc.stop(self._settings.drain)
         self._connections.is_draining = True
         await asyncio.sleep(min(_LINGER_S, self._settings.drain))
         self._connections.drain()
@@ -187,8 +190,9 @@ class _Process:
             await asyncio.sleep(0.005)
         left = max(0.0, until - time.monotonic())
         is_done = await loop.run_in_executor(None, self._app.models.close, left)
-        if stopped is not None:
-            await loop.run_in_executor(None, stopped.wait, left + 1.0)
+        if grpc is not None:
+            # All that was asked is answered: who still holds a call only watches, or has a stream without a request.
+            await loop.run_in_executor(None, grpc.stop(_FLUSH_S).wait)
         if self._connections.open or not is_done:
             logger.warning("some requests were not answered in %.0f s", self._settings.drain)
         for task in self._tasks:
