@@ -18,7 +18,7 @@ from typing import Any
 
 from hasten.core.errors import HastenError, InputError, OverloadedError, UnavailableError, missing_package
 from hasten.core.version import __version__
-from hasten.server.app import App
+from hasten.server.app import App, once_more
 from hasten.server.engine import Measured
 from hasten.server.exchange import status_of
 from hasten.server.inference import (
@@ -101,8 +101,9 @@ class GrpcServer:
             raise UnavailableError(f"cannot listen on {address}", hint="--grpc-port takes another") from error
 
     def start(self) -> None:
+        """Whoever asks is told that nothing is ready yet."""
+        self.tell(is_ready=False)
         self._server.start()
-        self.tell(is_ready=True)
 
     def tell(self, *, is_ready: bool) -> None:
         for name in ("", SERVICE):
@@ -188,8 +189,8 @@ class _Service:
             call = _Call(name, context)
             try:
                 if name not in _OPEN:
-                    self._app.keys.check(call.metadata.get("authorization", ""))
-                found = method(request, call)
+                    self._app.admit(call.metadata.get("authorization", ""))
+                found = once_more(lambda: method(request, call))
             except HastenError as error:
                 self._refuse(call, error)
             except Exception:
@@ -273,7 +274,7 @@ class _Service:
         """Answers in the order of the requests, each as soon as those before it are there."""
         call = _Call(STREAM, context)
         try:
-            self._app.keys.check(call.metadata.get("authorization", ""))
+            self._app.admit(call.metadata.get("authorization", ""))
         except HastenError as error:
             self._refuse(call, error)
         answers: queue.Queue[Future[Any] | None] = queue.Queue(_AHEAD)
@@ -304,7 +305,7 @@ class _Service:
                 future.set_result(answer(infer_response=_response(request, found)))
 
         try:
-            self._ask(request, call, done)
+            once_more(lambda: self._ask(request, call, done))
         except HastenError as error:
             done(error, None)
         except Exception:
