@@ -24,9 +24,9 @@ _numbers = count()
 _PATIENCE_S = 60.0
 
 
-def until(condition: Callable[[], Any], what: str = "it") -> Any:
+def until(condition: Callable[[], Any], what: str = "it", seconds: float = _PATIENCE_S) -> Any:
     """What it gives as soon as that is something."""
-    end = time.monotonic() + _PATIENCE_S
+    end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, f"{what} did not come to pass"
         time.sleep(0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from hasten.core.tensors import (
 )
 from hasten.core.variant import Support, Variant
 from hasten.server import instances
+from hasten.server.fairness import Turns
 from hasten.server.instances import choose_instances
 
 SIGNATURE = Signature(
@@ -162,3 +164,22 @@ def test_as_many_as_have_cores_and_room(cores: int, model_gb: int, memory_gb: in
 )
 def test_more_only_where_it_is_worth_it(rates: dict[int, float], expected: int) -> None:
     assert instances._best(rates) == expected
+
+
+def test_those_that_share_the_cores_run_at_once() -> None:
+    turns = Turns(2)
+    narrow, wide = turns.join(1), turns.join(8)  # as many as there are
+    order: list[str] = []
+
+    def take() -> None:
+        with wide.turn(1):
+            order.append("wide")
+
+    waiting = threading.Thread(target=take)
+    with narrow.turn(1), narrow.turn(1):
+        waiting.start()
+        while not wide.waiting:
+            time.sleep(0.001)
+        order.append("narrow twice")
+    waiting.join(60)
+    assert order == ["narrow twice", "wide"]

@@ -16,6 +16,8 @@ from hasten.server import logs
 from hasten.server.settings import OPTIONS, Settings, flag
 from hasten.server.supervise import supervise
 
+logger = logging.getLogger("hasten")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -47,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
         if settings.log != "json":
             raise
         # Whatever reads the log reads why it ended, too.
-        logging.getLogger("hasten").critical("%s", error)
+        logger.critical("%s", error)
         return error.exit_code
 
 
@@ -107,6 +109,7 @@ def _bundle(name: str, is_quiet: bool) -> Path:
     about = outline(plan)
     if is_bundle(about.target) and _is_of(open_bundle(about.target), about.model, path):
         return about.target
+    logger.info("%s is built first, which takes minutes and is done once", name)
     return build(plan, progress=console.display(is_quiet)).path
 
 

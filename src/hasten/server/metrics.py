@@ -58,6 +58,8 @@ class Metrics:
         return text
 
     def of(self, model: str) -> ModelMetrics:
+        for one in (self.duration, self.encode, self.queue, self.rejected):
+            one.labels(model)  # there from the start, at zero
         return ModelMetrics(self, model)
 
     def on_seen(self, seen: Seen) -> None:
