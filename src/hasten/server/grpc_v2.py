@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ from hasten.core.errors import (
     missing_package,
 )
 from hasten.core.version import __version__
-from hasten.server.app import App
+from hasten.server.app import App, once_more
 from hasten.server.grpc_calls import Call, Line, code_of, parameters_of, response_to, status_of_call, tensors_of
 from hasten.server.inference import (
     VERSION,
@@ -85,8 +86,9 @@ class GrpcServer:
             raise UnavailableError(f"cannot listen on {address}", hint="--grpc-port takes another") from error
 
     def start(self) -> None:
+        """Whoever asks is told that nothing is ready yet."""
+        self.tell(is_ready=False)
         self._server.start()
-        self.tell(is_ready=True)
 
     def tell(self, *, is_ready: bool) -> None:
         for name in ("", SERVICE):
@@ -169,7 +171,7 @@ class _Service:
         if call.what in _OPEN:
             yield
             return
-        self._app.keys.check(call.metadata.get("authorization", ""))
+        self._app.admit(call.metadata.get("authorization", ""))
         if not self._free.acquire(blocking=False):
             raise OverloadedError(f"{_CALLS} calls are waiting", retry_after_s=_RETRY_S)
         try:
@@ -225,7 +227,7 @@ class _Service:
         return message("RepositoryModelUnloadResponse")()
 
     def _infer(self, call: Call) -> Any:
-        self._ask(call)
+        once_more(lambda: self._ask(call))
         if not call.context.add_callback(call.leave):
             call.leave()
         return response_to(call.request, call.wait())
@@ -252,7 +254,7 @@ class _Service:
                     call = Call(STREAM, context)
                     try:
                         call.read("ModelInferRequest", data)
-                        self._ask(call)
+                        once_more(partial(self._ask, call))
                     except Exception as error:
                         call.give(_known(call, error))
                     line.add(call)
