@@ -55,13 +55,17 @@ def test_every_quantized_variant_answers(searched: Bundle) -> None:
 
 
 @pytest.mark.parametrize("name", [f"{MENDED}+gelu", "onnxruntime-int8+minmax", "onnxruntime-int4+blocks"])
-def test_a_recipe_makes_the_same_graph_again(searched: Bundle, name: str, quick_build: Any) -> None:
+def test_a_recipe_makes_the_same_graph_again(
+    searched: Bundle, name: str, quick_build: Any, texts_file: Path
+) -> None:
     """To the last bit, and without the rows it was found on."""
     recipe = searched.path / "variants" / name / FILE
     again = quick_build(Path(searched.manifest.model.id), recipe=recipe, min_agreement=0.0)
     assert [entry.name for entry in again.manifest.variants] == [name]
     assert sha256(graph_of(again, name)) == sha256(graph_of(searched, name))
     assert read_recipe(again.path / "variants" / name / FILE) == read_recipe(recipe)
+    # So none are set aside for it.
+    assert again.chosen.agreement.rows == len(texts_file.read_text().splitlines())
 
 
 def test_nncf_needs_its_rows_again(searched: Bundle, quick_build: Any) -> None:

@@ -40,7 +40,6 @@ from hasten.measure.fault import find_fault, is_finite
 from hasten.measure.rows import Rows, check_rows, choose_rows
 from hasten.measure.verify import Expectation, expect
 from hasten.predictor import Predictor
-from hasten.quantize.ways import needs_calibration
 
 logger = logging.getLogger("hasten")
 
@@ -236,7 +235,8 @@ class _Build:
     def _choose_rows(self, loaded: Original) -> Rows:
         """Rows are set aside for calibration only where something is calibrated."""
         names = (*self.about.contenders, *self.about.further)
-        is_needed = loaded.precision is Precision.FP32 and any(needs_calibration(Variant.parse(name)) for name in names)
+        is_whole = loaded.precision is Precision.FP32
+        is_needed = is_whole and any(self.given.calibrates(Variant.parse(name)) for name in names)
         return choose_rows(loaded.task, self.given.data, self.given.calibration, is_needed=is_needed)
 
     def _load(self, model: ModelDirectory) -> Original:

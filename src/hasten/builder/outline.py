@@ -55,6 +55,11 @@ class Given:
     calibration: Data | None
     recipe: Recipe | None
 
+    def calibrates(self, variant: Variant) -> bool:
+        """Whether making a variant takes rows: a recipe carries all that was found, but for NNCF's."""
+        is_found = self.recipe is not None and self.recipe.method is not Method.NNCF
+        return not is_found and needs_calibration(variant)
+
 
 def look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None) -> tuple[Outline, Given]:
     """The outline, and the rows that were read for it."""
@@ -108,9 +113,7 @@ def _not_calibrated(variants: Sequence[Variant], given: Given) -> list[Variant]:
     """Those that take rows to be made, where there are none: not even some to set aside."""
     if given.data is None or given.calibration is not None or set_aside(len(given.data.rows)):
         return []
-    if given.recipe is not None and given.recipe.method is not Method.NNCF:
-        return []  # it carries all that was found
-    return [variant for variant in variants if needs_calibration(variant)]
+    return [variant for variant in variants if given.calibrates(variant)]
 
 
 def _too_few(given: Given) -> str:
