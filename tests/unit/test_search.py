@@ -16,7 +16,7 @@ from hasten.core.report import Agreement, Bench, Candidate, Metric, Status, Timi
 from hasten.core.statistics import Interval
 from hasten.core.tensors import Shape, Signature
 from hasten.core.variant import Variant
-from hasten.quantize.ways import kept_products
+from hasten.quantize.ways import kept_products, with_kept
 
 MENDED = Variant.parse("onnxruntime-int8+attention+smooth+split")
 FP32 = Variant.parse("onnxruntime-fp32")
@@ -74,6 +74,26 @@ def test_without_time_only_what_backends_offer_is_tried() -> None:
     found.try_offered([FP32], [MENDED])
     assert list(found.trials) == [FP32]
     assert [(candidate.variant, candidate.status) for candidate in found.failed] == [(MENDED.name, Status.SKIPPED)]
+
+
+@pytest.mark.parametrize(
+    ("tried", "skipped"), [([], 1), ([1], 2), ([1, 2, 4], 7), ([1, 2, 4, 7], 5), ([1, 2, 4, 7, 5], 6)]
+)
+def test_where_the_time_ends_the_mending_the_next_one_is_told(tried: list[int], skipped: int) -> None:
+    """Six of eight products must stay in float: the search is cut off before each step of the way."""
+    last = with_kept(MENDED, tried[-1]) if tried else MENDED
+
+    def passes(variant: Variant) -> bool:
+        if variant == last:
+            found._until = 0.0
+        return kept_products(variant) >= 6
+
+    found = search(passes, products=8)
+    found.try_offered([], [MENDED])
+    assert [kept_products(variant) for variant in found.trials] == [0, *tried]
+    assert [(candidate.variant, candidate.status) for candidate in found.failed] == [
+        (with_kept(MENDED, skipped).name, Status.SKIPPED)
+    ]
 
 
 @pytest.mark.parametrize("error", [StageError, InputError, UnsupportedError, PlanError])
