@@ -149,6 +149,10 @@ def test_labels_of_masks_are_held_against_the_masks(
             {"data": ROWS, "calibration": [*OTHERS, {"text": ROWS[1]["text"]}]},
             "calibration and evaluation data share 1 of 3 rows: those are not calibrated on",
         ),
+        (
+            {"data": ROWS, "calibration": OTHERS, "variants": "onnxruntime-fp32"},
+            "--calibration is not used: nothing that is tried is calibrated",
+        ),
     ],
 )
 def test_what_data_will_not_show_is_said_before_the_work(

@@ -92,6 +92,8 @@ def look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None
         for variant in _not_calibrated(further, given):
             further.remove(variant)
             unavailable.append(Candidate(variant.name, Status.SKIPPED, f"not tried: {_too_few(given)}"))
+    if given.calibration is not None and not any(map(given.calibrates, (*wanted, *further))):
+        notes += ("--calibration is not used: nothing that is tried is calibrated",)
     names, later = (tuple(variant.name for variant in variants) for variants in (wanted, further))
     return Outline(model.id, task.name, target, baseline, names, later, tuple(unavailable), notes), given
 
