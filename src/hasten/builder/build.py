@@ -37,7 +37,7 @@ from hasten.core.version import __version__
 from hasten.graph import is_large
 from hasten.measure.bench import bench
 from hasten.measure.fault import find_fault, is_finite
-from hasten.measure.rows import Rows, check_rows, choose_rows
+from hasten.measure.rows import SAMPLE, Rows, check_rows, choose_rows, naming
 from hasten.measure.verify import Expectation, expect
 from hasten.predictor import Predictor
 
@@ -105,7 +105,8 @@ class _Build:
             original = self._original(loaded)
             gate, predictor = self.plan.gate, Predictor(loaded.task, tokenizer, original)
             # Once more, now that all labels are known for sure: an adapter may bring its own.
-            check_rows(predictor.task, loaded.task, rows, gate, gate.needing_labels)
+            with naming(self.plan.data or SAMPLE, predictor.task, rows):
+                check_rows(predictor.task, loaded.task, rows, gate, gate.needing_labels)
             expected = expect(predictor, rows, self.progress, metric=gate.metric)
             notes += [f"{len(rows)} rows answered by {loaded.baseline}", *chosen.notes]
             if expected.metric is not None:

@@ -19,7 +19,7 @@ from hasten.core.plan import Plan
 from hasten.core.report import Candidate, Status
 from hasten.core.variant import Variant
 from hasten.measure.data import Data, check_columns, read_data
-from hasten.measure.rows import check_calibration, check_rows, set_aside
+from hasten.measure.rows import check_calibration, check_rows, naming, set_aside
 from hasten.quantize.recipe import Method, Recipe, read_recipe
 from hasten.quantize.ways import needs_calibration
 from hasten.tasks import AnyTask
@@ -105,7 +105,8 @@ def _check_given(given: Given, plan: Plan, model: ModelDirectory, task: AnyTask)
     if given.data is not None:
         spec = foresee(model, task, plan)
         rows = given.data.rows_for(spec, is_quiet=True) if spec is not None else given.data.rows
-        notes += check_rows(task, spec, rows, plan.gate, plan.gate.needing_labels)
+        with naming(given.data.name, task, rows):
+            notes += check_rows(task, spec, rows, plan.gate, plan.gate.needing_labels)
     if given.calibration is not None:
         notes += check_calibration(task, given.data, given.calibration)
     return notes
