@@ -106,6 +106,8 @@ class Attempts:
     def _instructions(self, variant: Variant) -> tuple[str, ...]:
         """What a variant needs of the processor beside what its backend asks for: int8 that we made for a target."""
         recipe = self.recipes.get(variant)
+        # Products in blocks need none: ONNX Runtime's kernels add pairs in 16 bits only where they fit (four bits, or
+        # every other byte of eight), and where a processor has none of them it widens the weights to fp32.
         is_bytes = recipe is not None and recipe.method is not Method.BLOCKS
         return needed(self.target) if is_bytes else ()
 
