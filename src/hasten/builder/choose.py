@@ -73,8 +73,10 @@ def _is_made_from(backend: str, baseline: str) -> bool:
 def rank(bench: Bench, shape: Shape, eligible: Sequence[Variant]) -> list[Variant]:
     """Eligible variants that a bundle may hold, fastest first at this shape."""
     timings = bench.at(shape)
+    # Those that were timed at other shapes too: of several heats, the times of losers are not to be held against them.
+    finalists = {timing.variant for timing in bench.timings if timing.shape != shape}
     stored = [variant for variant in eligible if BACKENDS.get(variant.backend).is_stored]
-    return sorted(stored, key=lambda variant: timings[variant.name].p50_ms)
+    return sorted(stored, key=lambda variant: (variant.name not in finalists, timings[variant.name].p50_ms))
 
 
 def explain(
