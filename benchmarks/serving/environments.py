@@ -13,25 +13,11 @@ from typing import Any
 from hasten.core.hardware import this_machine
 
 PEERS = Path(__file__).parent / "peers"
-_TOLD = [
-    "fastapi",
-    "litserve",
-    "numpy",
-    "nvidia-pytriton",
-    "onnxruntime",
-    "openvino",
-    "pydantic",
-    "ray",
-    "starlette",
-    "tokenizers",
-    "torch",
-    "transformers",
-    "uvicorn",
-    "uvloop",
-    "httptools",
-    "grpcio",
-    "hasten",
-]
+# What a figure may depend on.
+_TOLD = """
+fastapi grpcio hasten httptools litserve numpy nvidia-pytriton onnxruntime openvino pydantic ray starlette tokenizers
+torch transformers uvicorn uvloop
+"""
 
 
 def peers_python(folder: Path) -> str:

@@ -19,7 +19,7 @@ class Logits(torch.nn.Module):
 
 def main(source: str, target: str) -> None:
     model = Logits(AutoModelForSequenceClassification.from_pretrained(source)).eval()
-    example = AutoTokenizer.from_pretrained(source)(["a text", "another"], return_tensors="pt")
+    example = AutoTokenizer.from_pretrained(source)(["a text", "another"], padding=True, return_tensors="pt")
     names = ["input_ids", "attention_mask", "token_type_ids"]
     axes = {0: "batch", 1: "sequence"}
     with torch.inference_mode():

@@ -1,6 +1,7 @@
-"""LitServe over ONNX Runtime, with its batching on. `litserve_onnxruntime.py MODEL GRAPH PORT`"""
+"""LitServe over ONNX Runtime, with its batching on. `litserve_onnxruntime.py MODEL GRAPH PORT`
 
-from __future__ import annotations
+It reads the annotations of the methods, so here they are not postponed.
+"""
 
 import sys
 from typing import Any

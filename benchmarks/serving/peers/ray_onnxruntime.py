@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray import serve
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 
 @serve.deployment(max_ongoing_requests=128, ray_actor_options={"num_cpus": 1})
@@ -23,10 +24,10 @@ class Service:
     async def answer(self, texts: list[str]) -> list[dict[str, Any]]:
         return self.classify(texts)
 
-    async def __call__(self, request: Request) -> list[dict[str, Any]]:
+    async def __call__(self, request: Request) -> JSONResponse:
         if request.url.path == "/health":
-            return []
-        return [await self.answer((await request.json())["inputs"])]
+            return JSONResponse([])
+        return JSONResponse([await self.answer((await request.json())["inputs"])])
 
 
 if __name__ == "__main__":
