@@ -165,7 +165,7 @@ class _Build:
             if attempts.recipes:
                 notes += describe_target(target, self.machine)
             self.passes += attempts.passes
-        refused = (*_inaccurate(search.trials), *search.failed, *self.about.unavailable)
+        refused = (*_inaccurate(search.trials), *search.others, *self.about.unavailable)
         if not any(BACKENDS.get(variant.backend).is_stored for variant in eligible):
             raise AccuracyError(
                 f"no variant of {model.id} may be used", hint="the gate is set by --min-agreement and --max-drop",
@@ -176,8 +176,9 @@ class _Build:
             shapes = self._shapes(loaded, notes)
             racing = {variant: trial.artifact for variant, trial in eligible.items()}
             baseline = racing.pop(loaded.baseline, None) or attempts.make(loaded.baseline)
+            racing = {loaded.baseline: baseline, **racing}
             measured = bench(
-                [baseline, *racing.values()],
+                list(racing.values()),
                 shapes.corners(),
                 expected.encoded.batch,
                 budget_s=self.plan.bench_budget_s,
@@ -191,6 +192,9 @@ class _Build:
         if loaded.baseline not in verdicts:
             refused = (Candidate(loaded.baseline.name, Status.BASELINE, "the original"), *refused)
         kept = ranking if self.plan.keep is Keep.ALL else ranking[:2]
+        for variant, artifact in racing.items():
+            if variant not in kept:
+                attempts.discard(artifact)
         self.passes = _of_stored(self.passes, [variant.name for variant in kept])
         report = self._report(measured, ranking, shapes, verdicts, refused)
         with self._stage("write"), BundleWriter(self.about.target, force=self.force) as writer:
@@ -288,7 +292,7 @@ class _Build:
         raise AccuracyError(f"{loaded.baseline} itself answers with numbers that are not finite{where}")
 
     def _search(self, attempts: Attempts) -> Search:
-        search = Search(attempts, attempts.most_sensitive, self.plan.budget_s, self.progress)
+        search = Search(attempts, attempts.most_sensitive, attempts.discard, self.plan.budget_s, self.progress)
         wanted = [Variant.parse(name) for name in self.about.contenders]
         if self.plan.variants or self.given.recipe is not None:
             search.try_asked(wanted)
