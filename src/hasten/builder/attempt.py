@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source
+from hasten.builder.choose import check_not_again
 from hasten.builder.given import LoadedGraph
 from hasten.builder.load import LoadedModel
 from hasten.builder.passes import record
 from hasten.builder.search import Trial
 from hasten.bundle import VariantEntry
-from hasten.core.errors import PlanError, StageError, translate_os_errors
+from hasten.core.errors import StageError, translate_os_errors
 from hasten.core.plan import Plan
 from hasten.core.progress import Progress, Silent
 from hasten.core.report import Pass
@@ -135,8 +136,7 @@ class Attempts:
         if dialect is Dialect.MODULE or variant == self.loaded.baseline:
             return self.loaded.source
         graph = self.graphs[dialect]
-        if self.loaded.precision is not Precision.FP32 and (variant.ways or self.given is not None):
-            raise PlanError(f"{variant} cannot be made: the graph that was given is in {self.loaded.precision} already")
+        check_not_again(variant, self.loaded.precision, self.given)
         if is_quantized(variant) and self.loaded.precision is Precision.FP32:
             recipe = self.recipes[variant] = self._recipes.recipe(variant)
             is_openvino = recipe.method is Method.NNCF

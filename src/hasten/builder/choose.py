@@ -10,7 +10,7 @@ from hasten.core.hardware import Machine
 from hasten.core.plan import Plan
 from hasten.core.report import Bench, Candidate, Status, Verdict
 from hasten.core.tensors import Shape
-from hasten.core.variant import Variant
+from hasten.core.variant import Precision, Variant
 from hasten.quantize.recipe import Recipe
 from hasten.quantize.ways import check_recipe, check_ways
 
@@ -57,6 +57,12 @@ def contenders(
             reason = support.reason + (f": {support.hint}" if support.hint else "")
             unavailable.append(Candidate(backend.name, Status.UNAVAILABLE, reason))
     return wanted, unavailable
+
+
+def check_not_again(variant: Variant, came_in: Precision, recipe: Recipe | None) -> None:
+    """A graph that came quantized runs as it is, or not at all."""
+    if came_in is not Precision.FP32 and (variant.ways or recipe is not None):
+        raise PlanError(f"{variant} cannot be made: the graph that was given is in {came_in} already")
 
 
 def _is_made_from(backend: str, baseline: str) -> bool:
