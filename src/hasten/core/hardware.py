@@ -13,7 +13,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from hasten.core.cgroup import cpu_quota
+from hasten.core.cgroup import cpu_quota, memory_left_bytes
 
 # Only what decides which variant can run or wins. The kernel's names on the left, ours on the right.
 _INSTRUCTIONS = {
@@ -103,6 +103,14 @@ def peak_memory_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def available_memory_bytes() -> int | None:
+    """How much memory processes can still be given, by the system and by the limits of this one; None where unknown."""
+    meminfo = Path("/proc/meminfo")
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
+    known = [int(match[1]) * 1024 if match else None, memory_left_bytes()]
+    return min((size for size in known if size is not None), default=None)
 
 
 def busy_cpu_seconds() -> float | None:
