@@ -29,9 +29,9 @@ pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
 
 TEXTS = ["one answer", "ein Wort mit Ü"]
 SERVICE = "inference.GRPCInferenceService"
-# Waits for company for ten minutes, or until there are as many rows as a batch may have.
+# Waits for company for ten minutes, or until there are as many rows as a batch may have; and takes so many requests.
 HOLDING = ("--instances", "1", "--max-wait", "600000000", "--batch-tokens", "1000000")
-FULL = TEXTS * 128
+MOST = 200
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,9 @@ def server(classifier: Bundle) -> Iterator[Server]:
         yield started
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def holding(classifier: Bundle) -> Iterator[Server]:
-    with served(str(classifier.path), *HOLDING) as started:
+    with served(str(classifier.path), *HOLDING, "--max-queue", str(MOST)) as started:
         yield started
 
 
@@ -387,93 +387,94 @@ def answered(server: Server, status: int) -> int:
     return sum(int(float(entry.removeprefix(line))) for entry in lines if entry.startswith(line))
 
 
+def taken(opened: Any, refused: int = 50) -> tuple[list[Any], list[Any]]:
+    """As many calls as a server takes that holds them, and some more, which it does not."""
+    calls = [stub(opened).ModelInfer.future(one_text()) for _ in range(MOST + refused)]
+    until(lambda: sum(call.done() for call in calls) >= refused)
+    return [call for call in calls if not call.done()], [call for call in calls if call.done()]
+
+
 def test_a_deadline(holding: Server) -> None:
     with connected(holding) as client:
         refused(client.infer, "DEADLINE_EXCEEDED", "Deadline", "classifier", texts_in(TEXTS), client_timeout=0.3)
 
 
 def test_calls_that_are_cancelled_free_their_threads(holding: Server) -> None:
-    count, before, gone = 200, threads_of(holding), answered(holding, 499)
     with channel(holding) as opened:
-        calls = [stub(opened).ModelInfer.future(one_text()) for _ in range(count)]
-        until(lambda: threads_of(holding) >= before + count)
+        calls, _ = taken(opened)
+        assert len(calls) == MOST
         for call in calls:
-            assert not call.done()
             call.cancel()
-        until(lambda: answered(holding, 499) == gone + count)
-    with connected(holding) as client:
-        assert client.infer("classifier", texts_in(FULL)).as_numpy("logits").shape == (len(FULL), 3)
+        # What a thread tells at its end.
+        until(lambda: answered(holding, 499) == MOST)
 
 
-def test_a_stream_whose_client_leaves_frees_its_threads(holding: Server) -> None:
-    """Of which it has two, one to read and one to answer."""
+def test_streams_whose_clients_leave_free_their_threads(holding: Server) -> None:
+    """One that reads, which ends, and one that answers, which the next stream finds idle."""
     count, before = 50, threads_of(holding)
+    for _ in range(3):
+        is_over = threading.Event()
+
+        def requests(is_over: threading.Event = is_over) -> Iterator[Any]:
+            yield one_text(model_name="nobody")
+            yield one_text()
+            is_over.wait()
+
+        with channel(holding) as opened:
+            streams = [stub(opened).ModelStreamInfer(requests()) for _ in range(count)]
+            assert {next(stream).error_message[:18] for stream in streams} == {"there is no model "}
+            assert threads_of(holding) >= before + count
+            for stream in streams:
+                stream.cancel()
+            is_over.set()
+        until(lambda: threads_of(holding) <= before + count + 10)
+
+
+def test_none_that_was_taken_is_lost_when_it_stops(holding: Server) -> None:
+    with channel(holding) as opened:
+        calls, others = taken(opened)
+        for call in others:
+            assert call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert f"{MOST} requests are waiting" in call.details()
+            assert float(dict(call.trailing_metadata())["retry-after"]) > 0
+        with connected(holding) as client:
+            assert client.is_server_live()
+            refused(client.infer, "RESOURCE_EXHAUSTED", "requests are waiting", "classifier", texts_in(TEXTS))
+        holding.process.terminate()
+        assert {call.result(timeout=30).model_name for call in calls} == {"classifier"}
+        holding.process.wait(timeout=30)
+
+
+def test_more_calls_than_there_are_threads(server: Server) -> None:
+    """Each stream holds one for as long as it is open."""
+    from hasten.server.grpc_v2 import CALLS
+
     is_over = threading.Event()
 
     def requests() -> Iterator[Any]:
         yield one_text()
         is_over.wait()
 
-    with channel(holding) as opened:
-        streams = [stub(opened).ModelStreamInfer(requests()) for _ in range(count)]
-        until(lambda: threads_of(holding) >= before + count)
-        gone = answered(holding, 499)
-        for stream in streams:
-            stream.cancel()
-        until(lambda: answered(holding, 499) == gone + count)
-        is_over.set()
-    # Those that answer stay for the next, those that read do not.
-    until(lambda: threads_of(holding) <= before + count)
-    with connected(holding) as client:
-        assert client.infer("classifier", texts_in(FULL)).as_numpy("logits").shape == (len(FULL), 3)
-
-
-def test_too_many_calls_and_none_that_was_taken_is_lost(classifier: Bundle) -> None:
-    with served(str(classifier.path), *HOLDING, "--max-queue", "50") as small, channel(small) as opened:
-        calls = [stub(opened).ModelInfer.future(one_text()) for _ in range(150)]
-        until(lambda: sum(call.done() for call in calls) == 100)
-        for call in calls:
-            if call.done():
-                assert call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert "50 requests are waiting" in call.details()
-                assert float(dict(call.trailing_metadata())["retry-after"]) > 0
-        taken = [call for call in calls if not call.done()]
-        with connected(small) as client:
-            assert client.is_server_live()
-            refused(client.infer, "RESOURCE_EXHAUSTED", "50 requests are waiting", "classifier", texts_in(TEXTS))
-        small.process.terminate()
-        assert {call.result(timeout=30).model_name for call in taken} == {"classifier"}
-        small.process.wait(timeout=30)
-
-
-def test_more_calls_than_there_are_threads(server: Server, classifier: Bundle) -> None:
-    """Each stream holds one for as long as it is open."""
-    from hasten.server.grpc_v2 import _CALLS
-
-    is_over = threading.Event()
-
-    def requests() -> Iterator[Any]:
-        is_over.wait()
-        yield from ()
-
     with channel(server) as opened, connected(server) as client:
-        streams = [stub(opened).ModelStreamInfer(requests()) for _ in range(_CALLS)]
-
-        def state() -> str:
-            try:
-                stub(opened).ModelInfer(one_text(), timeout=20)
-            except grpc.RpcError as error:
-                assert f"{_CALLS} calls are waiting" in error.details()
-                assert float(dict(error.trailing_metadata())["retry-after"]) > 0
-                return error.code().name
-            return "OK"
-
-        until(lambda: state() == "RESOURCE_EXHAUSTED")
+        streams = [stub(opened).ModelStreamInfer(requests()) for _ in range(CALLS)]
+        assert {next(stream).infer_response.model_name for stream in streams} == {"classifier"}
+        what = f"{CALLS} calls are waiting (try again in"
+        refused(client.infer, "RESOURCE_EXHAUSTED", what, "classifier", texts_in(TEXTS))
         assert client.is_server_live()
         assert client.is_server_ready()
         is_over.set()
-        assert [list(stream) for stream in streams] == [[]] * _CALLS
-        until(lambda: state() == "OK")
+        assert [list(stream) for stream in streams] == [[]] * CALLS
+        # A stream is over for its client a little before its thread is free.
+        until(lambda: is_answered(client))
+
+
+def is_answered(client: Any) -> bool:
+    from tritonclient.utils import InferenceServerException
+
+    try:
+        return client.infer("classifier", texts_in(TEXTS)) is not None
+    except InferenceServerException:
+        return False
 
 
 def test_those_who_watch_its_health_hold_no_thread_and_are_told_when_it_stops(classifier: Bundle) -> None:
@@ -504,7 +505,6 @@ def test_keys(classifier: Bundle) -> None:
             refused(client.get_model_metadata, "UNAUTHENTICATED", "API key", "classifier", headers=headers)
         found: queue.Queue[Any] = queue.Queue()
         client.start_stream(lambda result, error: found.put(error or result))
-        client.async_stream_infer("classifier", texts_in(TEXTS))
         assert "API key" in str(found.get(timeout=30))
         client.stop_stream()
         for key in ("first", "second"):
