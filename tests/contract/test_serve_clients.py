@@ -318,7 +318,7 @@ def test_tei_embed(server: Server, bundles: dict[str, Bundle]) -> None:
     np.testing.assert_allclose(server.json("POST", "/embed", {"inputs": TEXTS[0]}), theirs[:1], atol=1e-6)
 
 
-def test_tei_rerank(server: Server, bundles: dict[str, Bundle]) -> None:
+def test_tei_rerank(server: Server) -> None:
     body = {"query": "one", "texts": [*TEXTS, "a third"], "return_text": True}
     ranks = server.json("POST", "/rerank", body)
     assert sorted(rank["index"] for rank in ranks) == [0, 1, 2]

@@ -133,7 +133,7 @@ def until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
 # What it says about itself
 
 
-def test_health_and_metadata(client: Any, classifier: Bundle) -> None:
+def test_health_and_metadata(client: Any) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("classifier")

@@ -90,7 +90,9 @@ def add_model(
     (repository / name / "1").mkdir(parents=True)
     shutil.copy(Path(__file__).parent / "model.py", repository / name / "1")
     lines = [f'name: "{name}"', 'backend: "python"', "max_batch_size: 0"]
-    lines += [f"{field}: [{', '.join(map(str, tensors))}]" for field, tensors in (("input", inputs), ("output", outputs))]
+    lines += [
+        f"{field}: [{', '.join(map(str, tensors))}]" for field, tensors in (("input", inputs), ("output", outputs))
+    ]
     lines += [
         f"parameters {{ key: {json.dumps(key)} value {{ string_value: {json.dumps(value)} }} }}"
         for key, value in parameters.items()

@@ -10,6 +10,8 @@ import onnxruntime
 import tokenizers
 import triton_python_backend_utils as backend  # what the server puts on the path
 
+KINDS = {"tensor(int32)": np.int32, "tensor(int64)": np.int64}
+
 
 class TritonPythonModel:
     def initialize(self, args):
@@ -26,7 +28,7 @@ class TritonPythonModel:
         if "text" in given:
             given = self.encoded([text.decode() for text in given["text"].reshape(-1)])
         feeds = {
-            tensor.name: given.get(tensor.name, np.zeros_like(given["input_ids"])).astype(np.int64)
+            tensor.name: given.get(tensor.name, np.zeros_like(given["input_ids"])).astype(KINDS[tensor.type])
             for tensor in self.session.get_inputs()
         }
         (logits,) = self.session.run(["logits"], feeds)

@@ -35,7 +35,7 @@ _TYPES = {
 _NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
 _MOST_VALUES = 2**28
 # What values may be where they come one by one, by the kind of the tensor; NumPy would make numbers of strings.
-_VALUES = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
+_VALUES: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 _REFUSED = ("shared_memory_region", "classification")
 
 
@@ -123,7 +123,8 @@ def describe(served: Served) -> Metadata:
         served.name,
         [VERSION],
         f"hasten_{served.variant}",
-        [Described(name, BYTES, [-1]) for name in _fields(served)],
+        # All that a client must send; some tasks take a text_pair as well.
+        [Described(name, BYTES, [-1]) for name in served.task.fields],
         [*outputs, Described(ANSWER, BYTES, [-1])],
     )
 
