@@ -26,7 +26,7 @@ Tensor = np.ndarray[Any, Any]
 VERSION = "1"
 ANSWER = "answer"
 BYTES = "BYTES"
-_IDS = "input_ids"
+_IDS, _TYPE_IDS = "input_ids", "token_type_ids"
 _TYPES = {
     "BOOL": np.bool_, "UINT8": np.uint8, "UINT16": np.uint16, "UINT32": np.uint32, "UINT64": np.uint64,
     "INT8": np.int8, "INT16": np.int16, "INT32": np.int32, "INT64": np.int64,
@@ -35,7 +35,7 @@ _TYPES = {
 _NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
 _MOST_VALUES = 2**28
 # What values may be where they come one by one, by the kind of the tensor; NumPy would make numbers of strings.
-_VALUES = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
+_VALUES: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 _REFUSED = ("shared_memory_region", "classification")
 
 
@@ -123,7 +123,8 @@ def describe(served: Served) -> Metadata:
         served.name,
         [VERSION],
         f"hasten_{served.variant}",
-        [Described(name, BYTES, [-1]) for name in _fields(served)],
+        # All that a client must send; some tasks take a text_pair as well.
+        [Described(name, BYTES, [-1]) for name in served.task.fields],
         [*outputs, Described(ANSWER, BYTES, [-1])],
     )
 
@@ -223,7 +224,7 @@ def rows_of(served: Served, tensors: Mapping[str, Tensor]) -> Encoded:
     signature = served.signature
     names = [spec.name for spec in signature.inputs]
     for name, tensor in tensors.items():
-        if name not in names and name not in (ATTENTION_MASK, "token_type_ids"):
+        if name not in names and name not in (ATTENTION_MASK, _TYPE_IDS):
             raise InputError(f"the model has no input '{name}'", hint=f"it takes {', '.join(names)}")
         if tensor.dtype.kind not in "iu" or tensor.ndim != 2 or tensor.shape != tensors[_IDS].shape:
             raise InputError(f"input '{name}' must be integers of the same shape as input_ids, [n, tokens]")
@@ -240,6 +241,8 @@ def rows_of(served: Served, tensors: Mapping[str, Tensor]) -> Encoded:
         raise InputError("attention_mask must be ones, then zeros, with at least one 1 in each row")
     if lengths.max() > signature.max_length:
         raise InputError(f"a row has {lengths.max()} tokens, and the model takes {signature.max_length}")
+    if _TYPE_IDS in names and _TYPE_IDS in tensors:
+        _check_types(served, tensors[_TYPE_IDS])
     columns = {}
     for spec in signature.inputs:
         if spec.name != ATTENTION_MASK:
@@ -247,6 +250,13 @@ def rows_of(served: Served, tensors: Mapping[str, Tensor]) -> Encoded:
             columns[spec.name] = tensor[mask].astype(np.int32)
     rows = len(ids)
     return Encoded(Batch(columns, lengths), np.arange(rows), rows, (), ())
+
+
+def _check_types(served: Served, types: Tensor) -> None:
+    """A model knows those that its tokenizer gives to a pair of texts."""
+    most = int(served.tokenizer.encode([("a", "a")]).batch.values[_TYPE_IDS].max())
+    if types.min() < 0 or types.max() > most:
+        raise InputError(f"a token type is not between 0 and {most}")
 
 
 def _type(name: str, datatype: str) -> Any:

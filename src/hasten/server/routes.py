@@ -70,6 +70,14 @@ class Router:
     def find(self, method: str, path: str) -> tuple[Route, dict[str, str]]:
         method = "GET" if method == "HEAD" else method
         path = path.rstrip("/") or "/"
+        found = self._at(method, path)
+        if found is None:
+            methods = sorted({route.method for route in self.routes})
+            allowed = tuple(other for other in methods if self._at(other, path) is not None)
+            raise NotFoundError(f"there is nothing at {method} {path}", allowed=allowed)
+        return found
+
+    def _at(self, method: str, path: str) -> tuple[Route, dict[str, str]] | None:
         fixed = self._fixed.get((method, path))
         if fixed is not None:
             return fixed, {}
@@ -83,10 +91,7 @@ class Router:
                     break
             else:
                 return route, names
-        raise NotFoundError(f"there is nothing at {method} {path}", allowed=self._methods(path))
-
-    def _methods(self, path: str) -> tuple[str, ...]:
-        return tuple(sorted({route.method for route in self.routes if route.path == path}))
+        return None
 
 
 class NotFoundError(PlanError):

@@ -68,8 +68,10 @@ def infer(call: Call) -> None:
     served = _found(call)
     request, tail = _read(call.exchange)
     outputs = tuple(output.name for output in request.outputs)
-    for tensor in (*request.inputs, *request.outputs):
+    for tensor in request.inputs:
         refuse_parameters(tensor.name, tensor.parameters)
+    for wanted in request.outputs:
+        refuse_parameters(wanted.name, wanted.parameters)
 
     def done(answer: list[Output] | HastenError, measured: Measured | None) -> None:
         if isinstance(answer, HastenError):
