@@ -106,6 +106,14 @@ def test_a_bundle_that_answers_otherwise_is_not_served(classifier: Bundle, tmp_p
         assert "of its own rows like the original: largest error" in server.lines[-1]["message"]
 
 
+def test_a_bundle_that_is_damaged_is_called_that(classifier: Bundle, tmp_path: Path) -> None:
+    path = shutil.copytree(classifier.path, tmp_path / "damaged")
+    (path / "manifest.json").write_text('{"schema": 1')
+    with Running(tmp_path, str(path), *QUIET) as server:
+        assert server.end() == 6
+        assert "manifest.json is damaged" in server.lines[-1]["message"]
+
+
 def test_a_port_that_is_taken(classifier: Bundle, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
