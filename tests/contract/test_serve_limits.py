@@ -76,6 +76,33 @@ def test_tls_that_cannot_be(classifier_bundle: Bundle, tmp_path: Path, words: li
         assert wrong in server.lines[-1]["message"]
 
 
+def test_keys_are_compared_whole_and_by_their_scheme(tmp_path: Path) -> None:
+    from hasten.core.errors import PlanError, UnauthorizedError
+    from hasten.server.keys import Keys
+
+    file = tmp_path / "keys"
+    file.write_text("# ours\nfirst\n\n")
+    keys = Keys.read(file, {"HASTEN_API_KEYS": "second, third"})
+    for header in ("Bearer first", "bearer second", "BEARER  third "):
+        keys.check(header)
+    for header in ("", "first", "Bearer", "Bearer ", "Bearer firs", "Bearer first2", "Basic first", "Bearer # ours"):
+        with pytest.raises(UnauthorizedError):
+            keys.check(header)
+    Keys.read(None, {}).check("")  # nobody is asked
+    for content, wrong in (("# none\n", "there is no key"), ("schlüssel\n", "ASCII")):
+        file.write_text(content, encoding="utf-8")
+        with pytest.raises(PlanError, match=wrong):
+            Keys.read(file, {})
+
+
+def test_a_handshake_has_its_time(classifier_bundle: Bundle, certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    words = ("--tls-cert", str(certificate[0]), "--tls-key", str(certificate[1]), "--read-timeout", "0.3s")
+    with Running(tmp_path, str(classifier_bundle.path), *QUIET, *words) as server:
+        with socket.create_connection(("127.0.0.1", server.ready().port), timeout=60) as silent:
+            assert silent.recv(1) == b""
+        assert server.stop() == 0
+
+
 def test_limits(classifier_bundle: Bundle, tmp_path: Path) -> None:
     limits = ("--max-body", "2KB", "--max-items", "3", "--max-tokens", "20", "--max-connections", "4")
     times = ("--read-timeout", "0.3s", "--idle-timeout", "1s")
