@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import io
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,14 +15,13 @@ from hasten.cli import console
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hasten.stress.load import Run
+    from hasten.stress.load import Run, Standing
     from hasten.stress.sweep import Sweep
 
 Result = TypeVar("Result")
 
-_BAR_WIDTH, _BARS, _DRAWING_WIDTH = 60, 20, 120
-# A few requests to see whether anyone is there.
-_FIRST_RATE, _FIRST_S = 20.0, 0.5
+_BAR_WIDTH, _DRAWING_WIDTH = 60, 120
+_MOST_RATE = 1e6
 # The share of requests sent late beyond which the numbers are the client's.
 _MOST_LATE = 0.01
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from hasten.core.errors import PlanError, UnavailableError
+    from hasten.core.errors import PlanError
     from hasten.core.plan import parse_duration
     from hasten.measure.data import read_data, sample_texts
     from hasten.stress.bodies import body
@@ -53,38 +53,35 @@ def main(args: argparse.Namespace) -> int:
     from hasten.stress.load import load
     from hasten.stress.sweep import sweep
 
-    if args.rate <= 0 or args.objective <= 0:
-        raise PlanError("a rate and an objective are more than zero")
-    target = Target.parse(args.url, "/predict")
-    rows = read_data(args.lengths).rows if args.lengths else [{"text": text} for text in sample_texts()]
-    headers = {"authorization": f"Bearer {args.key}"} if args.key else {}
-    requests = [target.request(body(target.path, row, args.model), headers) for row in rows]
+    if not 0 < args.rate <= _MOST_RATE or not args.objective > 0:
+        raise PlanError(f"a rate is more than 0 and at most {_MOST_RATE:.0f}, an objective more than 0")
+    if args.plot is not None and not args.plot.absolute().parent.is_dir():
+        raise PlanError(f"there is no directory {args.plot.parent} to draw into")
     seconds, timeout_s = parse_duration(args.duration), parse_duration(args.timeout)
+    target = Target.parse(args.url, "/predict", {"authorization": f"Bearer {args.key}"} if args.key else {})
+    rows = read_data(args.lengths).rows if args.lengths else [{"text": text} for text in sample_texts()]
+    bodies = [body(target.path, row, args.model) for row in rows]
+    requests = [target.request(one) for one in bodies]
+    target.probe(bodies[0], timeout_s)
+    _allow_connections()
     progress = console.display(args.quiet)
 
     async def run_at(rate: float) -> Run:
+        shown = 0.0
+
+        def tell(standing: Standing) -> None:
+            nonlocal shown
+            now = min(standing.elapsed_s, seconds)
+            note = f"{standing.answered} answered, {standing.under_way} under way, {standing.errors} errors"
+            progress.advance(now - shown, note)
+            shown = now
+
         progress.start(f"{rate:.0f} requests/s", seconds)
-        run = await load(
-            target,
-            requests,
-            rate,
-            seconds,
-            timeout_s=timeout_s,
-            seed=args.seed,
-            on_progress=lambda elapsed, open_: progress.advance(elapsed, f"{open_} under way"),
-        )
+        run = await load(target, requests, rate, seconds, timeout_s=timeout_s, seed=args.seed, on_progress=tell)
         progress.finish(f"p99 {run.p99_ms:.1f} ms, {run.errors} errors")
         return run
 
-    async def work() -> Run | Sweep:
-        first = await load(target, requests, _FIRST_RATE, _FIRST_S, timeout_s=timeout_s)
-        if not first.answered:
-            raise UnavailableError(
-                f"{args.url} gives no answers: {first.describe_errors()}", hint="is it running, and is the path right?"
-            )
-        return await (sweep(run_at, args.rate, args.objective) if args.sweep else run_at(args.rate))
-
-    result = _with_uvloop(work())
+    result = _with_uvloop(sweep(run_at, args.rate, args.objective) if args.sweep else run_at(args.rate))
     if args.json:
         console.print_json(result)
     else:
@@ -92,6 +89,15 @@ def main(args: argparse.Namespace) -> int:
     if args.plot is not None:
         _draw(result, args.plot)
     return 0
+
+
+def _allow_connections() -> None:
+    """Each request under way has a connection, and shells allow few files."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _with_uvloop(work: Coroutine[None, None, Result]) -> Result:
@@ -110,17 +116,17 @@ def _print(out: Console, result: Run | Sweep) -> None:
     for title in ("requests/s", "answered/s", "p50", "p90", "p99", "p99.9", "max", "errors"):
         table.add_column(title, justify="right")
     for run in sorted(runs, key=lambda run: run.rate):
-        times = [*run.percentiles.values(), run.max_ms]
+        times = [*run.percentiles_ms.values(), run.max_ms]
         style = "" if not isinstance(result, Sweep) or keeps(run, result.objective_ms) else "dim"
         table.add_row(
             f"{run.rate:.0f}",
             f"{run.per_second:.0f}",
-            *(f"{time:.1f} ms" for time in times),
+            *(f"{time:.1f} ms" if run.answered else "–" for time in times),
             run.describe_errors() or "0",
             style=style,
         )
     out.print(table)
-    shown = _shown(result)
+    shown = result.best or result.runs[-1] if isinstance(result, Sweep) else result
     _plot(out, shown)
     if shown.late > _MOST_LATE:
         out.print(f"[yellow]{shown.late:.0%} of the requests were sent late: this machine asks no faster[/]")
@@ -129,25 +135,14 @@ def _print(out: Console, result: Run | Sweep) -> None:
         out.print(f"{kept} p99 within {result.objective_ms:g} ms", highlight=False)
 
 
-def _shown(result: Run | Sweep) -> Run:
-    from hasten.stress.load import Run
-
-    return result if isinstance(result, Run) else result.best or result.runs[-1]
-
-
 def _plot(out: Console, run: Run) -> None:
-    """How many requests took how long, in steps of equal ratio."""
-    import numpy as np
+    """How many requests took how long."""
     from rich.text import Text
 
-    times = np.array(run.times_ms)
-    if not len(times):
-        return
-    edges = np.geomspace(max(times.min(), 1e-3), times.max() * 1.001, _BARS + 1)
-    counts, _ = np.histogram(times, edges)
-    for place, count in enumerate(counts):
-        bar = "█" * round(_BAR_WIDTH * count / counts.max()) or ("▏" if count else "")
-        out.print(Text(f"{edges[place]:9.2f} ms  {bar} {count or ''}"))
+    most = max((bar.count for bar in run.histogram), default=0)
+    for bar in run.histogram:
+        drawn = "█" * round(_BAR_WIDTH * bar.count / most) or ("▏" if bar.count else "")
+        out.print(Text(f"{bar.up_to_ms:9.2f} ms  {drawn} {bar.count or ''}"))
 
 
 def _draw(result: Run | Sweep, file: Path) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import TypeVar
 
-from hasten.core.errors import HastenError, UnavailableError
+from hasten.core.errors import HastenError, StageError, UnavailableError
 from hasten.server import huggingface, openai, operations, tei, v2
 from hasten.server.engine import RetiredError
-from hasten.server.exchange import Exchange, Response
+from hasten.server.exchange import Exchange
 from hasten.server.keys import Keys
 from hasten.server.metrics import Metrics
 from hasten.server.models import Models
@@ -75,6 +75,7 @@ class App:
         exchange.watch = self.watch
         try:
             route, names = self._router.find(exchange.method, exchange.path)
+            exchange.tell = route.tell
             if not route.is_open:
                 self.admit(exchange.headers.get("authorization", ""))
             call = Call(exchange, self.models, names)
@@ -85,7 +86,7 @@ class App:
             exchange.fail(error)
         except Exception:
             logger.exception("%s %s failed", exchange.method, exchange.path)
-            exchange.reply(Response.json({"error": "the server failed on this request; its log says why"}, 500))
+            exchange.fail(StageError("the server failed on this request; its log says why"))
 
     def admit(self, authorization: str) -> None:
         """Refuse whoever comes too early, or without a key."""

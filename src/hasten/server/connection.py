@@ -162,6 +162,7 @@ class Connection(asyncio.Protocol):
             self._headers,
             body,
             self._answered,
+            self._owner.limits.body_bytes,
         )
         is_keeping = self._parser.should_keep_alive() and not self._owner.is_draining
         self._waiting.append((exchange, is_keeping))

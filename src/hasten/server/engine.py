@@ -141,6 +141,7 @@ class Engine:
         until = time.monotonic() + timeout_s
         with self._lock:
             self._is_closing = True
+            self._workers_wake.notify_all()
             while self._open and (left := until - time.monotonic()) > 0:
                 self._all_done.wait(left)
             return not self._open
@@ -205,7 +206,9 @@ class Engine:
         oldest = self._queue.oldest
         if oldest is None:
             return False
-        return self._max_wait_s == 0 or self._queue.is_full or time.monotonic() - oldest >= self._max_wait_s
+        # At the end no more will come.
+        is_pressing = self._is_closing or self._max_wait_s == 0 or self._queue.is_full
+        return is_pressing or time.monotonic() - oldest >= self._max_wait_s
 
     def _patience(self) -> float | None:
         oldest = self._queue.oldest

@@ -40,6 +40,8 @@ HUNG = 70
 _BEAT_S = 1.0
 # Clients that are busy on a connection send their next request within this, and are told that it was the last.
 _LINGER_S = 0.5
+# For the last answers by gRPC to be sent.
+_FLUSH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,19 +222,24 @@ class _Process:
         until = begin + self._settings.drain
         self._app.state = State.DRAINING
         server.close()
-        stopped = grpc.stop(self._settings.drain) if grpc is not None else None
+        if grpc is not None:
+            grpc.stop(self._settings.drain)
         self._connections.is_draining = True
         while self._connections.open and time.monotonic() < min(until, begin + _LINGER_S):
             await asyncio.sleep(0.005)
         self._connections.drain()
-        while self._connections.open or not (stopped is None or stopped.is_set()):
+        while self._connections.open:
             if time.monotonic() > until:
                 logger.warning("not all were answered, or took their answers, in %g s", self._settings.drain)
                 self._connections.abort()
                 break
             await asyncio.sleep(0.005)
         left = max(0.0, until - time.monotonic())
-        is_done = await asyncio.get_running_loop().run_in_executor(None, self._app.close, left)
+        loop = asyncio.get_running_loop()
+        is_done = await loop.run_in_executor(None, self._app.close, left)
+        if grpc is not None:
+            # All that was asked is answered: who still holds a call only watches, or has a stream without a request.
+            await loop.run_in_executor(None, grpc.stop(_FLUSH_S).wait)
         if not is_done or self._reloading:
             # What still runs cannot be stopped, and nobody waits for it.
             os._exit(0)
