@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -18,6 +19,12 @@ from typing import Any
 
 from hasten.bundle import Bundle, open_bundle
 from hasten.bundle.manifest import sha256
+
+TEXT = "one answer"
+BODY = {"inputs": TEXT}
+# One session of one thread: nothing is measured to choose them.
+LEAN = ("--port", "0", "--threads", "1", "--instances", "1")
+QUIET = (*LEAN, "--no-grpc")
 
 _numbers = count()
 # The machine may be busy with other tests.
@@ -124,6 +131,49 @@ def asked(connection: http.client.HTTPConnection, path: str, body: Any = None, *
     return response.status, response.read().decode()
 
 
+def predict(server: Running, **about: Any) -> int:
+    """The status of a plain request."""
+    return server.ask("/predict", BODY, **about)[0]
+
+
+def is_refused(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=10).close()
+    except ConnectionError:
+        return True
+    return False
+
+
+def request(body: Any) -> bytes:
+    data = json.dumps(body).encode()
+    return b"POST /predict HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data)
+
+
+def is_waited_for(server: Running, port: int) -> bool:
+    """Whether a second request, sent to find out, would have to wait for the first."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as second:
+        second.sendall(request(BODY))
+        scraped = metrics(server, port)
+    return any(value > 0 for (name, _), value in scraped.items() if name == "hasten_waiting")
+
+
+def metrics(server: Running, port: int) -> dict[tuple[str, tuple[str, ...]], float]:
+    """All samples of one scrape, by name and labels."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    status, text = server.ask("/metrics", port=port)
+    assert status == 200
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {(sample.name, tuple(sample.labels.values())): sample.value for sample in samples}
+
+
+def swap(link: Path, target: Path) -> None:
+    """In one step, as deployments do it."""
+    fresh = link.with_name(f".{link.name}")
+    fresh.symlink_to(target)
+    fresh.replace(link)
+
+
 def sealed(bundle: Bundle) -> Bundle:
     """As if it had been built this way: with the hashes of the files as they are now."""
     files = {name: sha256(bundle.path / name) for name in bundle.manifest.files}
@@ -171,3 +221,9 @@ def install_obstinate(site: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: obstinate\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[hasten.backends]\nobstinate = hasten_test_obstinate:BACKEND\n")
     (site / "hasten_test_obstinate.py").write_text(OBSTINATE)
+
+
+def obstinacy(bundle: Bundle, folder: Path) -> dict[str, str]:
+    """The environment of a server of that backend's, which looks for those files in this folder."""
+    path = os.pathsep.join([str(bundle.path.parent / "site"), os.environ.get("PYTHONPATH", "")])
+    return {"OBSTINATE": str(folder), "PYTHONPATH": path}

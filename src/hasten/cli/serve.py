@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from hasten.bundle import Bundle, open_bundle
+from hasten.bundle.manifest import FILE as MANIFEST
 from hasten.bundle.manifest import is_bundle
 from hasten.core.errors import HastenError
 from hasten.server import logs
@@ -62,6 +63,7 @@ def _serve(settings: Settings, args: argparse.Namespace) -> int:
     def tell(addresses: Addresses) -> None:
         if args.json:
             console.print_json(addresses)
+            sys.stdout.flush()
             return
         if addresses.grpc is not None:
             console.out.print(f"gRPC on {addresses.grpc}", highlight=False)
@@ -69,6 +71,7 @@ def _serve(settings: Settings, args: argparse.Namespace) -> int:
 
     names = [name for given in settings.bundles for name in _spread(given)]
     bundles = tuple(str(_bundle(name, args.quiet or settings.log == "json")) for name in names)
+    logs.set_up(settings.log)  # a build's display has its own
     run(replace(settings, bundles=bundles), tell)
     return 0
 
@@ -98,19 +101,21 @@ def _spread(name: str) -> list[str]:
 def _bundle(name: str, is_quiet: bool) -> Path:
     """A bundle as it is; anything else is a model, built where that was not done before."""
     path = Path(name)
-    if is_bundle(path):
-        return path
+    is_damaged = (path / MANIFEST).is_file() and not (path / "config.json").is_file()
+    if is_bundle(path) or is_damaged:
+        return path  # whoever opens it says what is wrong with it
     from hasten.builder.build import build
     from hasten.builder.outline import outline
     from hasten.cli import console
     from hasten.core.plan import Plan
+    from hasten.core.progress import Silent
 
     plan = Plan(model=name)
     about = outline(plan)
     if is_bundle(about.target) and _is_of(open_bundle(about.target), about.model, path):
         return about.target
     logger.info("%s is built first, which takes minutes and is done once", name)
-    return build(plan, progress=console.display(is_quiet)).path
+    return build(plan, progress=Silent() if is_quiet else console.display(quiet=False)).path
 
 
 def _is_of(bundle: Bundle, model: str, path: Path) -> bool:

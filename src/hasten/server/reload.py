@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from hasten.bundle.manifest import FILE
 from hasten.core.errors import HastenError
 from hasten.server.models import Models
 
@@ -43,7 +44,7 @@ class Changes:
 def _stamp(path: Path) -> Stamp | None:
     """None while it is being replaced. All files, not the manifest alone: those that come file by file come last."""
     try:
-        if not (path / "manifest.json").is_file():
+        if not (path / FILE).is_file():
             return None
         found = ((file, file.stat()) for file in path.rglob("*") if file.is_file())
         return frozenset(

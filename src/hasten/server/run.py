@@ -144,7 +144,12 @@ class _Process:
         settings = self._settings
         try:
             return await asyncio.get_running_loop().create_server(
-                self._connections, settings.host, settings.port, backlog=2048, ssl=certificate
+                self._connections,
+                settings.host,
+                settings.port,
+                backlog=2048,
+                ssl=certificate,
+                ssl_handshake_timeout=None if certificate is None else settings.read_timeout,
             )
         except OSError as error:
             where = f"{settings.host}:{settings.port}"

@@ -98,20 +98,22 @@ class Settings:
     grpc: Annotated[bool, Option(_flag, "", "whether to serve gRPC too", _WHERE)] = True
     grpc_port: Annotated[int | None, Option(_port, "N", "for gRPC (default: the one after HTTP's)", _WHERE)] = None
 
-    variant: Annotated[str | None, Option(str, "NAME", "default: the fastest that runs here", _MODELS)] = None
+    variant: Annotated[str | None, Option(str, "NAME", "which to run (default: the fastest here)", _MODELS)] = None
     instances: Annotated[int | None, Option(_count, "N", "sessions of each model (default: measured)", _MODELS)] = None
-    threads: Annotated[int | None, Option(_count, "N", "default: the cores shared out", _MODELS)] = None
+    threads: Annotated[int | None, Option(_count, "N", "of each session (default: the cores shared out)", _MODELS)] = (
+        None
+    )
     max_wait: Annotated[int, Option(_whole, "US", "wait so many microseconds for more to batch", _MODELS)] = 0
     batch_tokens: Annotated[int | None, Option(_count, "N", "tokens of a batch, at most", _MODELS)] = None
 
     max_queue: Annotated[int, Option(_count, "N", "more requests than this get 429", _LIMITS)] = 2048
     max_queue_time: Annotated[float, Option(_time, "TIME", "so do those that would wait longer", _LIMITS)] = 5.0
     max_body: Annotated[int, Option(_size, "SIZE", "larger bodies get 413", _LIMITS)] = 32 * 2**20
-    max_items: Annotated[int, Option(_count, "N", "texts of one request", _LIMITS)] = 1024
-    max_tokens: Annotated[int, Option(_count, "N", "tokens of one request", _LIMITS)] = 2**18
-    max_connections: Annotated[int, Option(_count, "N", "at once; others get 503", _LIMITS)] = 4096
-    read_timeout: Annotated[float, Option(_time, "TIME", "to receive a request", _LIMITS)] = 30.0
-    idle_timeout: Annotated[float, Option(_time, "TIME", "between two of a connection", _LIMITS)] = 75.0
+    max_items: Annotated[int, Option(_count, "N", "texts of one request, at most", _LIMITS)] = 1024
+    max_tokens: Annotated[int, Option(_count, "N", "tokens of one request, at most", _LIMITS)] = 2**18
+    max_connections: Annotated[int, Option(_count, "N", "at once, at most; others get 503", _LIMITS)] = 4096
+    read_timeout: Annotated[float, Option(_time, "TIME", "to receive a request, from its first byte", _LIMITS)] = 30.0
+    idle_timeout: Annotated[float, Option(_time, "TIME", "between two requests of a connection", _LIMITS)] = 75.0
     timeout: Annotated[float, Option(_time, "TIME", "to answer, where a request does not say", _LIMITS)] = 60.0
 
     key_file: Annotated[Path | None, Option(Path, "FILE", "API keys, one a line (or HASTEN_API_KEYS)", _SAFETY)] = None
@@ -126,7 +128,7 @@ class Settings:
     hang: Annotated[float, Option(_time, "TIME", "a batch that takes longer ends the process", _LIFE)] = 60.0
     supervise: Annotated[bool, Option(_flag, "", "start it again when it dies or hangs", _LIFE)] = False
     log: Annotated[str, Option(_one_of("text", "json"), "FORM", "text or json, to stderr", _LIFE)] = "text"
-    log_requests: Annotated[bool | None, Option(_flag, "", "a line for each (default: in json)", _LIFE)] = None
+    log_requests: Annotated[bool | None, Option(_flag, "", "a line for each request (default: in json)", _LIFE)] = None
 
     @property
     def logs_requests(self) -> bool:
