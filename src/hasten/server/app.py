@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 
 from hasten.core.errors import HastenError, UnavailableError
@@ -26,6 +27,11 @@ PROTOCOLS: tuple[tuple[str, Sequence[Route]], ...] = (
 )
 
 
+# A body that is larger takes long enough to read for others to notice, where the event loop does it.
+_LARGE_BYTES = 2**16
+_READERS = 2
+
+
 class State(StrEnum):
     STARTING = "starting"
     READY = "ready"
@@ -44,6 +50,7 @@ class App:
         self.state = State.STARTING
         self._watchers = (metrics.on_seen, *watchers)
         self._hang_s = hang_s
+        self._readers = ThreadPoolExecutor(_READERS, "read")
         self._router = Router([route for _, routes in PROTOCOLS for route in routes] + operations.routes(self))
 
     @property
@@ -61,6 +68,22 @@ class App:
 
     def __call__(self, exchange: Exchange) -> None:
         exchange.watch = self.watch
+        if len(exchange.body) > _LARGE_BYTES:
+            self._readers.submit(self._read, exchange)
+        else:
+            self._answer(exchange)
+
+    def watch(self, seen: Seen) -> None:
+        for watcher in self._watchers:
+            watcher(seen)
+
+    def _read(self, exchange: Exchange) -> None:
+        self._answer(exchange)
+        if exchange.is_closed and exchange.on_close is not None:
+            # The client may have left before there was anything to withdraw.
+            exchange.on_close()
+
+    def _answer(self, exchange: Exchange) -> None:
         try:
             route, names = self._router.find(exchange.method, exchange.path)
             if not route.is_open:
@@ -75,7 +98,3 @@ class App:
         except Exception:
             logger.exception("%s %s failed", exchange.method, exchange.path)
             exchange.reply(Response.json({"error": "the server failed on this request; its log says why"}, 500))
-
-    def watch(self, seen: Seen) -> None:
-        for watcher in self._watchers:
-            watcher(seen)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any
+from urllib.parse import quote
 
 from hasten.core.errors import TooLargeError
 from hasten.server.connection import HttpLimits
@@ -43,7 +44,7 @@ class Asgi:
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         exchange = Exchange(
-            scope["method"], scope["path"], scope["query_string"].decode("latin-1"), headers, body, reply
+            scope["method"], quote(scope["path"]), scope["query_string"].decode("latin-1"), headers, body, reply
         )
         self._app(exchange)
         gone = asyncio.ensure_future(_until_gone(receive))

@@ -29,14 +29,20 @@ class Turns:
     """As many at once as there are places; among those who wait, the one that was served least."""
 
     def __init__(self, places: int) -> None:
-        self._free = places
+        self._places = self._free = places
         self._seats: list[Seat] = []
+        # What whoever had the last turn had been served before it: where those are who are not idle.
+        self._now = 0.0
         self._change = threading.Condition()
 
-    def join(self) -> Seat:
+    def join(self, sessions: int = 1) -> Seat:
+        """A model with so many sessions, which are to run beside each other."""
         with self._change:
+            if sessions > self._places:
+                self._free += sessions - self._places
+                self._places = sessions
             # A newcomer starts where the others are, not with the right to all they have had.
-            seat = Seat(self, min((other.served for other in self._seats), default=0.0))
+            seat = Seat(self, self._now)
             self._seats.append(seat)
             return seat
 
@@ -46,13 +52,14 @@ class Turns:
 
     def enter(self, seat: Seat, tokens: int) -> None:
         with self._change:
+            if not seat.waiting:
+                # Nor has whoever was idle a claim on what it did not want.
+                seat.served = max(seat.served, self._now)
             seat.waiting += 1
-            if not any(other.waiting for other in self._seats if other is not seat):
-                # Whoever was idle has no claim on the time that nobody wanted.
-                seat.served = max(seat.served, min(other.served for other in self._seats))
             while not self._free or self._next() is not seat:
                 self._change.wait()
             seat.waiting -= 1
+            self._now = max(self._now, seat.served)
             seat.served += tokens
             self._free -= 1
             if self._free:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from hasten.core.errors import HastenError, PlanError
 from hasten.server.engine import Measured
-from hasten.server.exchange import Exchange, Response
+from hasten.server.exchange import JSON, Exchange, Response
 from hasten.server.models import Models
 from hasten.server.served import Served
 
@@ -49,6 +50,9 @@ class Route:
     summary: str
     # What its body is, for the API's description; None where it has none.
     body: Any = None
+    # What it answers, in one of these forms.
+    answer: Any = Any
+    forms: tuple[str, ...] = (JSON,)
     # Health and the like are answered to anyone.
     is_open: bool = False
 
@@ -73,18 +77,27 @@ class Router:
             return fixed, {}
         parts = path.strip("/").split("/")
         for pattern, route in self._open.get((method, len(parts)), ()):
-            names: dict[str, str] = {}
-            for wanted, given in zip(pattern, parts, strict=True):
-                if wanted.startswith("{"):
-                    names[wanted[1:-1]] = given
-                elif wanted != given:
-                    break
-            else:
+            names = _match(pattern, parts)
+            if names is not None:
                 return route, names
-        raise NotFoundError(f"there is nothing at {method} {path}", allowed=self._methods(path))
+        raise NotFoundError(f"there is nothing at {method} {path}", allowed=self._methods(parts))
 
-    def _methods(self, path: str) -> tuple[str, ...]:
-        return tuple(sorted({route.method for route in self.routes if route.path == path}))
+    def _methods(self, parts: Sequence[str]) -> tuple[str, ...]:
+        """Those that a path does have."""
+        patterns = [(route.method, route.path.strip("/").split("/")) for route in self.routes]
+        fitting = [method for method, one in patterns if len(one) == len(parts) and _match(one, parts) is not None]
+        return tuple(sorted(set(fitting)))
+
+
+def _match(pattern: Sequence[str], parts: Sequence[str]) -> dict[str, str] | None:
+    """The names in a path, of as many parts as the pattern has; None where it is another."""
+    names: dict[str, str] = {}
+    for wanted, given in zip(pattern, parts, strict=True):
+        if wanted.startswith("{"):
+            names[wanted[1:-1]] = unquote(given) if "%" in given else given
+        elif wanted != given:
+            return None
+    return names
 
 
 class NotFoundError(PlanError):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +29,9 @@ Answer = TypeVar("Answer")
 
 # Rows of the bundle's own that a server answers before it says that it is ready.
 _TEST_ROWS = 8
+# How many tokens a text has is known when it is tokenized, all of it, whatever is cut off then; a few million
+# characters take seconds and hundreds of megabytes. No language needs so many for a token.
+_CHARACTERS_PER_TOKEN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,12 @@ class Served:
         bundle.check()
         return cls(name or path.resolve().name, bundle, settings, turns, observer)
 
+    @cached_property
+    def token_types(self) -> int:
+        """The highest that the tokenizer gives: runtimes look up others beyond the end of a table."""
+        types = self.tokenizer.encode([("a", "a")]).batch.values.get("token_type_ids")
+        return 0 if types is None else int(types.max())
+
     def ask(
         self,
         payload: Callable[[], object],
@@ -90,7 +100,10 @@ class Served:
         """Rows of a payload through the engine; what is called to withdraw it is returned."""
 
         def encode() -> Encoded:
-            items = self.task.parse(payload())
+            given = payload()
+            if (size := _characters(given)) > _CHARACTERS_PER_TOKEN * self.settings.tokens:
+                raise TooLargeError(f"{size} characters are more than {_CHARACTERS_PER_TOKEN * self.settings.tokens}")
+            items = self.task.parse(given)
             if len(items) > self.settings.items:
                 raise TooLargeError(f"{len(items)} items are more than {self.settings.items}")
             chosen = options if options is not None else self.task.options(self.spec, {})
@@ -138,6 +151,14 @@ class Served:
             raise AccuracyError(
                 f"{self.name} does not answer {items} of its own rows like the original: {verdict.reason}"
             )
+
+
+def _characters(given: object) -> int:
+    if isinstance(given, str):
+        return len(given)
+    if isinstance(given, Mapping):
+        given = list(given.values())
+    return sum(map(_characters, given)) if isinstance(given, list | tuple) else 0
 
 
 def _arrange(artifact: Artifact, bundle: Bundle, settings: ModelSettings) -> tuple[int, int]:
