@@ -248,6 +248,16 @@ def test_older_clients_and_those_that_would_upgrade_get_an_answer_and_an_end(sit
     assert "/never" not in [exchange.path for exchange in site.asked]
 
 
+def test_who_connects_and_sends_on_reads_its_answer(site: Site) -> None:
+    with site.connect() as raw:
+        raw.sendall(b"CONNECT /held HTTP/1.1\r\n\r\n")
+        until(lambda: len(site.asked) == 1)
+        raw.sendall(b"x" * 2**20)
+        site.asked[0].reply(Response.text("the answer"))
+        raw.sendall(b"x" * 2**22)
+        assert b"the answer" in all_of(raw)
+
+
 def test_expecting_to_go_on(site: Site) -> None:
     with site.connect() as raw:
         raw.sendall(b"POST / HTTP/1.1\r\ncontent-length: 3\r\nexpect: 100-continue\r\nconnection: close\r\n\r\n")

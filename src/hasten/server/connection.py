@@ -30,7 +30,7 @@ _MOST_HEADERS = 200
 # What a client may send ahead of its answers before it is not read from any more, not even to see whether it leaves.
 _MOST_AHEAD = 64
 _MOST_AHEAD_BYTES = 2**20
-# Who is refused may still be sending: closed at once, it would be reset before it has read why.
+# For who is refused, or would upgrade, to take its answer and close.
 _LINGER_S = 2.0
 # How often to find out whether a client that sends no more is still there.
 _PROBE_S = 0.25
@@ -255,10 +255,12 @@ class Connection(asyncio.Protocol):
         is_ending = self._is_deaf or self._owner.is_draining
         is_last = not self._is_kept or (is_ending and not self._waiting and self._refusal is None)
         self._transport.write(_bytes_of(response, not is_last, has_body=exchange.method != "HEAD", request=exchange.id))
-        if is_last:
-            self._leave()
-        else:
+        if not is_last:
             self._next()
+        elif self._is_deaf and not self._has_ended:
+            self._linger()
+        else:
+            self._leave()
 
     def _refuse(self, response: Response) -> None:
         """Answer what cannot be read to its end, after all that came before it, and close."""
@@ -275,9 +277,13 @@ class Connection(asyncio.Protocol):
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
             self._transport.write(_bytes_of(refusal, is_keeping=False, has_body=True))
-            if self._transport.can_write_eof():
-                self._transport.write_eof()
-            self._wait(_LINGER_S, self._leave)
+            self._linger()
+
+    def _linger(self) -> None:
+        """Who still sends would be reset, were it closed now, before it has read its answer."""
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self._wait(_LINGER_S, self._leave)
 
     def _too_large(self) -> None:
         limit = self._owner.limits.body_bytes
