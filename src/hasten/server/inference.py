@@ -37,6 +37,8 @@ _MOST_VALUES = 2**28
 # What values may be where they come one by one, by the kind of the tensor; NumPy would make numbers of strings.
 _VALUES: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 _REFUSED = ("shared_memory_region", "classification")
+_MOST_AXES = 8
+_MOST_US = 10**15
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ def infer(
     if not all(type(number) is int and 0 <= number < 2**64 for number in (priority, timeout)):
         raise InputError("priority and timeout are whole numbers, from 0 on")
     # In microseconds, as tritonserver has it; zero stands for none.
-    timeout_s = timeout / 1e6 if timeout else None
+    timeout_s = min(timeout, _MOST_US) / 1e6 if timeout else None
     if is_tokens:
         return served.submit(lambda: rows_of(served, tensors), decode, on_done, priority=priority, timeout_s=timeout_s)
     return served.ask(lambda: items_of(served, tensors), decode, on_done, priority=priority, timeout_s=timeout_s)
@@ -193,7 +195,7 @@ def to_text(name: str, data: bytes | memoryview) -> str:
 
 
 def check_shape(name: str, shape: Sequence[int]) -> None:
-    if any(size < 0 for size in shape) or prod(shape) > _MOST_VALUES:
+    if len(shape) > _MOST_AXES or any(not 0 <= size <= _MOST_VALUES for size in shape) or prod(shape) > _MOST_VALUES:
         raise InputError(f"input '{name}' has the shape {list(shape)}")
 
 
@@ -241,8 +243,9 @@ def rows_of(served: Served, tensors: Mapping[str, Tensor]) -> Encoded:
         raise InputError("attention_mask must be ones, then zeros, with at least one 1 in each row")
     if lengths.max() > signature.max_length:
         raise InputError(f"a row has {lengths.max()} tokens, and the model takes {signature.max_length}")
-    if _TYPE_IDS in names and _TYPE_IDS in tensors:
-        _check_types(served, tensors[_TYPE_IDS])
+    types = tensors.get(_TYPE_IDS) if _TYPE_IDS in names else None
+    if types is not None and (types.min() < 0 or types.max() > served.token_types):
+        raise InputError(f"a token type is not between 0 and {served.token_types}")
     columns = {}
     for spec in signature.inputs:
         if spec.name != ATTENTION_MASK:
@@ -250,13 +253,6 @@ def rows_of(served: Served, tensors: Mapping[str, Tensor]) -> Encoded:
             columns[spec.name] = tensor[mask].astype(np.int32)
     rows = len(ids)
     return Encoded(Batch(columns, lengths), np.arange(rows), rows, (), ())
-
-
-def _check_types(served: Served, types: Tensor) -> None:
-    """A model knows those that its tokenizer gives to a pair of texts."""
-    most = int(served.tokenizer.encode([("a", "a")]).batch.values[_TYPE_IDS].max())
-    if types.min() < 0 or types.max() > most:
-        raise InputError(f"a token type is not between 0 and {most}")
 
 
 def _type(name: str, datatype: str) -> Any:
@@ -275,7 +271,7 @@ def _list_or_text(value: str) -> object:
     if value.startswith("["):
         try:
             return msgspec.json.decode(value)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             pass
     return value
 
