@@ -164,7 +164,7 @@ def test_what_it_says_about_itself(server: Server) -> None:
 )
 def test_bad_requests_are_told_what_is_wrong(server: Server, path: str, body: Any, status: int, what: str) -> None:
     found, _, content = server.ask("POST", path, body)
-    assert (found, what in json.loads(content)["error"]) == (status, True), content
+    assert (found, what in str(json.loads(content)["error"])) == (status, True), content
 
 
 def test_what_is_no_http_is_refused_and_the_server_lives(server: Server) -> None:

@@ -10,7 +10,7 @@ from hasten.core.hardware import Machine
 from hasten.core.plan import Plan
 from hasten.core.report import Bench, Candidate, Status, Verdict
 from hasten.core.tensors import Shape
-from hasten.core.variant import Variant
+from hasten.core.variant import Precision, Variant
 from hasten.quantize.recipe import Recipe
 from hasten.quantize.ways import check_recipe, check_ways
 
@@ -59,6 +59,12 @@ def contenders(
     return wanted, unavailable
 
 
+def check_not_again(variant: Variant, came_in: Precision, recipe: Recipe | None) -> None:
+    """A graph that came quantized runs as it is, or not at all."""
+    if came_in is not Precision.FP32 and (variant.ways or recipe is not None):
+        raise PlanError(f"{variant} cannot be made: the graph that was given is in {came_in} already")
+
+
 def _is_made_from(backend: str, baseline: str) -> bool:
     """Whether a backend can be made from a model of this kind: without a module, none that runs one."""
     return baseline == MODULE or BACKENDS.get(backend).dialect is not Dialect.MODULE
@@ -67,8 +73,10 @@ def _is_made_from(backend: str, baseline: str) -> bool:
 def rank(bench: Bench, shape: Shape, eligible: Sequence[Variant]) -> list[Variant]:
     """Eligible variants that a bundle may hold, fastest first at this shape."""
     timings = bench.at(shape)
+    # Those that were timed at other shapes too: of several heats, the times of losers are not to be held against them.
+    finalists = {timing.variant for timing in bench.timings if timing.shape != shape}
     stored = [variant for variant in eligible if BACKENDS.get(variant.backend).is_stored]
-    return sorted(stored, key=lambda variant: timings[variant.name].p50_ms)
+    return sorted(stored, key=lambda variant: (variant.name not in finalists, timings[variant.name].p50_ms))
 
 
 def explain(

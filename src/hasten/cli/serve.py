@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from dataclasses import replace
 from datetime import datetime
@@ -10,9 +11,12 @@ from pathlib import Path
 
 from hasten.bundle import Bundle, open_bundle
 from hasten.bundle.manifest import is_bundle
+from hasten.core.errors import HastenError
 from hasten.server import logs
 from hasten.server.settings import OPTIONS, Settings, flag
 from hasten.server.supervise import supervise
+
+logger = logging.getLogger("hasten")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,9 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "bundles",
         nargs="*",
         metavar="bundle",
-        help="each goes by the name of its directory; or a model, to be built first",
+        help="each goes by the name of its directory; or a directory of bundles; or a model, to be built first",
     )
-    parser.add_argument("--config", type=Path, metavar="TOML", help="the same options from a file: max_queue = 100")
+    what = "the same options from a file: max_queue = 100; each may also be HASTEN_… in the environment"
+    parser.add_argument("--config", type=Path, metavar="TOML", help=what)
     groups: dict[str, argparse._ArgumentGroup] = {}
     defaults = Settings()
     for name, option in OPTIONS.items():
@@ -37,8 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     settings = Settings.read(vars(args), file=args.config)
+    logs.set_up(settings.log)
+    try:
+        return _serve(settings, args)
+    except HastenError as error:
+        if settings.log != "json":
+            raise
+        # Whatever reads the log reads why it ended, too.
+        logger.critical("%s", error)
+        return error.exit_code
+
+
+def _serve(settings: Settings, args: argparse.Namespace) -> int:
     if settings.supervise:
-        logs.set_up(settings.log)
         return supervise([sys.executable, "-m", "hasten", "serve", *_words(args), "--no-supervise"], settings.hang)
     from hasten.cli import console
     from hasten.server.run import Addresses, run
@@ -51,8 +67,8 @@ def main(args: argparse.Namespace) -> int:
             console.out.print(f"gRPC on {addresses.grpc}", highlight=False)
         console.out.print(f"ready on {addresses.http}", highlight=False)
 
-    bundles = tuple(str(_bundle(name, args.quiet)) for name in settings.bundles)
-    logs.set_up(settings.log)
+    names = [name for given in settings.bundles for name in _spread(given)]
+    bundles = tuple(str(_bundle(name, args.quiet or settings.log == "json")) for name in names)
     run(replace(settings, bundles=bundles), tell)
     return 0
 
@@ -70,6 +86,15 @@ def _words(args: argparse.Namespace) -> list[str]:
     return [*words, *(["--json"] if args.json else []), *(["--quiet"] if args.quiet else [])]
 
 
+def _spread(name: str) -> list[str]:
+    """A directory of bundles as the bundles in it."""
+    path = Path(name)
+    if not path.is_dir() or is_bundle(path):
+        return [name]
+    inside = [entry for entry in path.iterdir() if is_bundle(entry) and not entry.name.startswith(".")]
+    return sorted(str(entry) for entry in inside) or [name]
+
+
 def _bundle(name: str, is_quiet: bool) -> Path:
     """A bundle as it is; anything else is a model, built where that was not done before."""
     path = Path(name)
@@ -84,6 +109,7 @@ def _bundle(name: str, is_quiet: bool) -> Path:
     about = outline(plan)
     if is_bundle(about.target) and _is_of(open_bundle(about.target), about.model, path):
         return about.target
+    logger.info("%s is built first, which takes minutes and is done once", name)
     return build(plan, progress=console.display(is_quiet)).path
 
 

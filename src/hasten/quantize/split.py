@@ -91,11 +91,20 @@ class _Cutter:
         self._cut(pair, np.delete(np.arange(pair.second.inputs), outliers), branch)
         self._cut(pair, outliers, side)
         del side[-1].input[2:]  # the addend of a Gemm: once is enough
-        second, result = branch[-1], branch[-1].output[0]
-        second.output[0] = f"{result}/ordinary"
-        parts = [second.output[0], side[-1].output[0]]
+        last = self._bias_of(branch[-1]) or branch[-1]
+        result = last.output[0]
+        last.output[0] = f"{result}/ordinary"
+        parts = [last.output[0], side[-1].output[0]]
         self._before[name] = side
-        self._behind[name] = [helper.make_node("Add", parts, [result], name=side_name(name, "sum"))]
+        self._behind[last.name] = [helper.make_node("Add", parts, [result], name=side_name(name, "sum"))]
+
+    def _bias_of(self, product: Any) -> Any | None:
+        """The addition of a bias straight behind a product: a quantized product does both in one."""
+        readers = self._wires.readers(product.output[0])
+        if len(readers) != 1 or readers[0].op_type != "Add" or product.output[0] in self._wires.outputs:
+            return None
+        others = [name for name in readers[0].input if name != product.output[0]]
+        return readers[0] if len(others) == 1 and len(self._wires.shape(others[0]) or ()) == 1 else None
 
     def _copy(self, branch: Sequence[Any], name: str) -> list[Any]:
         from onnx import NodeProto

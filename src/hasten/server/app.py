@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
+from typing import TypeVar
 
-from hasten.core.errors import HastenError, UnavailableError
+from hasten.core.errors import HastenError, StageError, UnavailableError
 from hasten.server import huggingface, openai, operations, tei, v2
-from hasten.server.exchange import Exchange, Response
+from hasten.server.engine import RetiredError
+from hasten.server.exchange import Exchange
 from hasten.server.keys import Keys
 from hasten.server.metrics import Metrics
 from hasten.server.models import Models
@@ -17,6 +19,8 @@ from hasten.server.routes import Call, NotFoundError, Route, Router
 from hasten.server.watch import Seen, Watcher
 
 logger = logging.getLogger("hasten")
+
+Found = TypeVar("Found")
 
 PROTOCOLS: tuple[tuple[str, Sequence[Route]], ...] = (
     ("v2", v2.ROUTES),
@@ -36,7 +40,14 @@ class App:
     """Called with an exchange, from the event loop; it never waits."""
 
     def __init__(
-        self, models: Models, metrics: Metrics, keys: Keys, watchers: Sequence[Watcher] = (), *, hang_s: float = 60.0
+        self,
+        models: Models,
+        metrics: Metrics,
+        keys: Keys,
+        watchers: Sequence[Watcher] = (),
+        *,
+        hang_s: float = 60.0,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.models = models
         self.metrics = metrics
@@ -44,6 +55,7 @@ class App:
         self.state = State.STARTING
         self._watchers = (metrics.on_seen, *watchers)
         self._hang_s = hang_s
+        self._on_close = on_close
         self._router = Router([route for _, routes in PROTOCOLS for route in routes] + operations.routes(self))
 
     @property
@@ -63,19 +75,43 @@ class App:
         exchange.watch = self.watch
         try:
             route, names = self._router.find(exchange.method, exchange.path)
+            exchange.tell = route.tell
             if not route.is_open:
-                if self.state is State.STARTING:
-                    raise UnavailableError("the models are not loaded yet")
-                self.keys.check(exchange.headers.get("authorization", ""))
-            route.handle(Call(exchange, self.models, names))
+                self.admit(exchange.headers.get("authorization", ""))
+            call = Call(exchange, self.models, names)
+            once_more(lambda: route.handle(call))
         except NotFoundError as error:
             exchange.reply(error.response())
         except HastenError as error:
             exchange.fail(error)
         except Exception:
             logger.exception("%s %s failed", exchange.method, exchange.path)
-            exchange.reply(Response.json({"error": "the server failed on this request; its log says why"}, 500))
+            exchange.fail(StageError("the server failed on this request; its log says why"))
+
+    def admit(self, authorization: str) -> None:
+        """Refuse whoever comes too early, or without a key."""
+        if self.state is State.STARTING:
+            raise UnavailableError("the models are not loaded yet")
+        self.keys.check(authorization)
 
     def watch(self, seen: Seen) -> None:
+        """From any thread; what goes wrong here is not the request's fault, nor the thread's."""
         for watcher in self._watchers:
-            watcher(seen)
+            try:
+                watcher(seen)
+            except Exception:
+                logger.exception("a request could not be recorded")
+
+    def close(self, drain_s: float) -> bool:
+        """Answer what was taken, then stop; whether all of it was answered in time."""
+        is_done = self.models.close(drain_s)
+        self._on_close()
+        return is_done
+
+
+def once_more(ask: Callable[[], Found]) -> Found:
+    """Where a model is replaced between being found and being asked, the one in its place is asked."""
+    try:
+        return ask()
+    except RetiredError:
+        return ask()

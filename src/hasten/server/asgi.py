@@ -10,10 +10,20 @@ from typing import Any
 from hasten.core.errors import TooLargeError
 from hasten.server.connection import HttpLimits
 from hasten.server.exchange import REQUEST_ID, Exchange, Response, failure
+from hasten.server.run import http_limits, load_models, make_app
+from hasten.server.settings import Settings
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+
+def from_environment() -> Asgi:
+    """`HASTEN_BUNDLES=sst2 uvicorn --factory hasten.server.asgi:from_environment`"""
+    settings = Settings.read({})
+    app = make_app(settings)
+    load_models(app, settings)
+    return Asgi(app, http_limits(settings))
 
 
 class Asgi:
@@ -42,9 +52,8 @@ class Asgi:
             await _send(send, failure(TooLargeError(f"the body is larger than {self._limits.body_bytes} bytes")), "")
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        exchange = Exchange(
-            scope["method"], scope["path"], scope["query_string"].decode("latin-1"), headers, body, reply
-        )
+        query, limit = scope["query_string"].decode("latin-1"), self._limits.body_bytes
+        exchange = Exchange(scope["method"], scope["path"], query, headers, body, reply, limit)
         self._app(exchange)
         gone = asyncio.ensure_future(_until_gone(receive))
         await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)

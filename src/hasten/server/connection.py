@@ -50,6 +50,11 @@ class Connections:
         for connection in list(self.open):
             connection.close_if_idle()
 
+    def abort(self) -> None:
+        """Whoever has not sent or read all by now."""
+        for connection in list(self.open):
+            connection.abort()
+
 
 class Connection(asyncio.Protocol):
     def __init__(self, owner: Connections) -> None:
@@ -65,6 +70,7 @@ class Connection(asyncio.Protocol):
         self._current: Exchange | None = None
         self._is_keeping = True
         self._is_refused = False
+        self._is_reading = False
         self._reset()
 
     # asyncio
@@ -114,6 +120,7 @@ class Connection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
+        self._is_reading = True
         self._reset()
         self._wait(self._owner.limits.read_s)
 
@@ -144,6 +151,7 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._is_refused:
             return
+        self._is_reading = False
         self._stop_waiting()
         path, _, query = self._url.partition(b"?")
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
@@ -154,6 +162,7 @@ class Connection(asyncio.Protocol):
             self._headers,
             body,
             self._answered,
+            self._owner.limits.body_bytes,
         )
         is_keeping = self._parser.should_keep_alive() and not self._owner.is_draining
         self._waiting.append((exchange, is_keeping))
@@ -165,9 +174,13 @@ class Connection(asyncio.Protocol):
     # The way back
 
     def close_if_idle(self) -> None:
-        if self._current is None and not self._waiting and self._transport is not None:
+        is_idle = self._current is None and not self._waiting and not self._is_reading
+        if is_idle and self._transport is not None:
             self._transport.close()
         self._is_keeping = False
+
+    def abort(self) -> None:
+        self._transport.abort()
 
     def _next(self) -> None:
         if not self._waiting:

@@ -21,13 +21,20 @@ import numpy as np
 from hasten.backends import Session
 from hasten.core.errors import DeadlineError, HastenError, StageError, UnavailableError
 from hasten.core.tensors import Outputs, Signature, gather
-from hasten.server.fairness import Turns
+from hasten.server.fairness import Seat, Turns
 from hasten.server.queue import Job, Limits, Queue, Work
 from hasten.tasks import Encoded
 
 logger = logging.getLogger("hasten")
 
 Answer = TypeVar("Answer")
+
+# For threads to end that have nothing left to do.
+_CLOSE_S = 1.0
+
+
+class RetiredError(UnavailableError):
+    """Asked after it was replaced, taken away or stopped: whoever still found it may look again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +85,7 @@ class Engine:
         limits: Limits,
         *,
         encoders: int,
-        turns: Turns | None = None,
+        seat: Seat | None = None,
         observer: Observer | None = None,
         max_wait_s: float = 0.0,
     ) -> None:
@@ -91,7 +98,7 @@ class Engine:
         self._idle_workers = self._idle_encoders = 0
         self._open = 0
         self._is_closing = False
-        self._turns = (turns or Turns(len(sessions))).join()
+        self._seat = seat or Turns(len(sessions)).join()
         self._observer = observer or Observer()
         self._max_wait_s = max_wait_s
         self._workers = [_Worker(session, threading.Thread(target=self._work, args=[place], daemon=True))
@@ -106,7 +113,7 @@ class Engine:
     def submit(self, request: Request[Answer]) -> None:
         with self._lock:
             if self._is_closing:
-                raise UnavailableError("the model is being taken away")
+                raise RetiredError("the model is being taken away")
             self._queue.check(self._open)
             self._open += 1
             self._add_chore(lambda: self._prepare(request))
@@ -134,6 +141,7 @@ class Engine:
         until = time.monotonic() + timeout_s
         with self._lock:
             self._is_closing = True
+            self._workers_wake.notify_all()
             while self._open and (left := until - time.monotonic()) > 0:
                 self._all_done.wait(left)
             return not self._open
@@ -146,11 +154,14 @@ class Engine:
             self._encoders_wake.notify_all()
         for work in waiting:
             work.on_done(UnavailableError("the server is stopping"))
+        until = time.monotonic() + _CLOSE_S
         for thread in self._threads:
-            thread.join(timeout=5.0)
+            thread.join(max(0.0, until - time.monotonic()))
         for worker in self._workers:
             if not worker.thread.is_alive():
                 worker.session.close()
+        if not any(worker.thread.is_alive() for worker in self._workers):
+            self._seat.turns.retire(self._seat)
 
     # Threads
 
@@ -195,7 +206,9 @@ class Engine:
         oldest = self._queue.oldest
         if oldest is None:
             return False
-        return self._max_wait_s == 0 or self._queue.is_full or time.monotonic() - oldest >= self._max_wait_s
+        # At the end no more will come.
+        is_pressing = self._is_closing or self._max_wait_s == 0 or self._queue.is_full
+        return is_pressing or time.monotonic() - oldest >= self._max_wait_s
 
     def _patience(self) -> float | None:
         oldest = self._queue.oldest
@@ -240,7 +253,7 @@ class Engine:
     def _run(self, worker: _Worker, job: Job) -> None:
         begin = worker.busy_since = time.monotonic()
         try:
-            with self._turns.turn(job.batch.tokens):
+            with self._seat.turn(job.batch.tokens):
                 outputs = worker.session.run(job.batch)
         except Exception as error:
             worker.busy_since = None

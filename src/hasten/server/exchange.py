@@ -20,6 +20,7 @@ from hasten.core.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from hasten.server.compression import decompress
 from hasten.server.engine import Measured
 from hasten.server.watch import Seen, Watcher, request_id
 
@@ -57,6 +58,11 @@ class Response:
         return cls(status, text.encode(), "text/plain; charset=utf-8")
 
 
+def tell_plainly(error: HastenError) -> object:
+    """What was wrong, as most protocols write it."""
+    return {"error": str(error)}
+
+
 @dataclass(slots=True, eq=False)
 class Exchange:
     method: str
@@ -67,7 +73,11 @@ class Exchange:
     body: bytes
     # Takes the reply, once, from any thread.
     send: Callable[[Response], None]
+    # Of a body that comes compressed, when it no longer is.
+    most_bytes: int = 32 * 2**20
     watch: Watcher | None = None
+    # How its protocol writes what was wrong.
+    tell: Callable[[HastenError], object] = tell_plainly
     # What to do when the client leaves before it is answered.
     on_close: Callable[[], None] | None = None
     is_closed: bool = False
@@ -88,7 +98,7 @@ class Exchange:
                 self.watch(self._seen(response))
 
     def fail(self, error: HastenError) -> None:
-        self.reply(failure(error))
+        self.reply(failure(error, self.tell))
 
     def leave(self) -> None:
         """The client has gone."""
@@ -97,8 +107,13 @@ class Exchange:
             if self.on_close is not None:
                 self.on_close()
 
+    def content(self) -> bytes:
+        """The body as it was before it was compressed."""
+        encoding = self.headers.get("content-encoding")
+        return self.body if encoding is None else decompress(self.body, encoding.lower(), self.most_bytes)
+
     def read_json(self, kind: type[Body]) -> Body:
-        return read_json(self.body, kind)
+        return read_json(self.content(), kind)
 
     def _seen(self, response: Response) -> Seen:
         seconds = time.monotonic() - self.begin
@@ -120,13 +135,13 @@ def status_of(error: HastenError) -> int:
     return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
 
 
-def failure(error: HastenError) -> Response:
+def failure(error: HastenError, tell: Callable[[HastenError], object] = tell_plainly) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, OverloadedError):
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
     elif isinstance(error, UnauthorizedError):
         headers["www-authenticate"] = "Bearer"
-    return Response(status_of(error), msgspec.json.encode({"error": str(error)}), headers=headers)
+    return Response(status_of(error), msgspec.json.encode(tell(error)), headers=headers)
 
 
 def plain(value: object) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hasten.core.errors import HastenError, InputError, PlanError
+from hasten.core.errors import HastenError, InputError, PlanError, TooLargeError
 from hasten.core.tensors import ATTENTION_MASK, BATCH, Batch, Outputs, TensorSpec, real_positions
 from hasten.server.engine import Measured
 from hasten.server.exchange import plain
@@ -34,6 +34,9 @@ _TYPES = {
 }  # fmt: skip
 _NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
 _MOST_VALUES = 2**28
+# What values may be where they come one by one, by the kind of the tensor; NumPy would make numbers of strings.
+_VALUES = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
+_REFUSED = ("shared_memory_region", "classification")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +88,10 @@ def infer(
         return [_output(served, name, outputs, encoded) for name in wanted]
 
     priority, timeout = (inference.parameters.get(name, 0) for name in ("priority", "timeout"))
-    if not isinstance(priority, int) or not isinstance(timeout, int):
-        raise InputError("priority and timeout are whole numbers")
+    if not all(type(number) is int and 0 <= number < 2**64 for number in (priority, timeout)):
+        raise InputError("priority and timeout are whole numbers, from 0 on")
     # In microseconds, as tritonserver has it; zero stands for none.
-    timeout_s = timeout / 1e6 if timeout > 0 else None
+    timeout_s = timeout / 1e6 if timeout else None
     if is_tokens:
         return served.submit(lambda: rows_of(served, tensors), decode, on_done, priority=priority, timeout_s=timeout_s)
     return served.ask(lambda: items_of(served, tensors), decode, on_done, priority=priority, timeout_s=timeout_s)
@@ -131,6 +134,19 @@ def check_version(version: str) -> None:
         raise PlanError(f"there is no version {version} of it", hint=f"there is version {VERSION}")
 
 
+def check_load(parameters: Mapping[str, Any]) -> None:
+    """Of a model: what tritonserver's clients may send along to be loaded with it."""
+    if parameters:
+        raise InputError("a bundle is loaded as it is", hint=f"without {', '.join(parameters)}")
+
+
+def refuse_parameters(tensor: str, parameters: Mapping[str, Any]) -> None:
+    """Of an input or output: those that would change the answer, and that this server does not know."""
+    for name in _REFUSED:
+        if name in parameters:
+            raise InputError(f"'{tensor}' has the parameter {name}, which this server does not know")
+
+
 def from_bytes(name: str, datatype: str, shape: Sequence[int], data: memoryview) -> Tensor:
     """A tensor from its binary form, as `Output.to_bytes` writes it."""
     check_shape(name, shape)
@@ -156,12 +172,15 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: Sequence
     if len(values) != prod(shape):
         raise InputError(f"input '{name}' has {len(values)} values, and its shape is {list(shape)}")
     if datatype == BYTES:
-        if not all(isinstance(value, str) for value in values):
+        if not set(map(type, values)) <= {str}:
             raise InputError(f"input '{name}' is BYTES, and not all of its values are strings")
         return np.array(values, object).reshape(shape)
+    kind = np.dtype(_type(name, datatype))
+    if not set(map(type, values)) <= _VALUES[kind.kind]:
+        raise InputError(f"input '{name}' is {datatype}, and not all of its values are")
     try:
-        return np.array(values, _type(name, datatype)).reshape(shape)
-    except (TypeError, ValueError, OverflowError) as error:
+        return np.array(values, kind).reshape(shape)
+    except (ValueError, OverflowError) as error:
         raise InputError(f"input '{name}' is no {datatype}: {error}") from error
 
 
@@ -211,6 +230,8 @@ def rows_of(served: Served, tensors: Mapping[str, Tensor]) -> Encoded:
     ids = tensors[_IDS]
     if not ids.size:
         raise InputError("input_ids is empty")
+    if len(ids) > served.settings.items:
+        raise TooLargeError(f"{len(ids)} items are more than {served.settings.items}")
     if ids.min() < 0 or ids.max() >= served.tokenizer.size:
         raise InputError(f"a token id is not between 0 and {served.tokenizer.size - 1}")
     mask = tensors[ATTENTION_MASK] != 0 if ATTENTION_MASK in tensors else np.ones(ids.shape, bool)
@@ -255,7 +276,7 @@ def _wanted(served: Served, asked: Sequence[str], is_tokens: bool) -> Sequence[s
     for name in asked:
         if name not in known:
             raise InputError(f"the model has no output '{name}' here", hint=f"it gives {', '.join(known)}")
-    return asked or known
+    return tuple(dict.fromkeys(asked)) or known
 
 
 def _is_plain(served: Served) -> bool:

@@ -8,12 +8,20 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from hasten.core.errors import InputError
+from hasten.core.errors import HastenError, InputError, OverloadedError, PlanError, UnauthorizedError
 from hasten.core.tensors import FloatArray, Outputs
-from hasten.server.exchange import Response
+from hasten.server.exchange import Response, status_of
 from hasten.server.routes import Call, Route
 from hasten.server.tei import gives_embeddings
 from hasten.tasks import Encoded
+
+# What OpenAI's client shows beside the message; the first that fits counts.
+_CODES: tuple[tuple[type[HastenError], str | None], ...] = (
+    (UnauthorizedError, "invalid_api_key"),
+    (OverloadedError, "rate_limit_exceeded"),
+    (PlanError, "model_not_found"),
+    (HastenError, None),
+)
 
 
 class EmbeddingRequest(msgspec.Struct):
@@ -56,6 +64,13 @@ def models(call: Call) -> None:
     call.exchange.reply(Response.json({"object": "list", "data": entries}))
 
 
+def tell(error: HastenError) -> object:
+    """What was wrong, as OpenAI writes it."""
+    code = next(code for kind, code in _CODES if isinstance(error, kind))
+    kind = "invalid_request_error" if status_of(error) < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": code}}
+
+
 def _shortened(vectors: FloatArray, dimensions: int | None) -> FloatArray:
     """The first so many numbers, of length one again: what models trained for it (Matryoshka) allow."""
     if dimensions is None or dimensions == vectors.shape[1]:
@@ -74,6 +89,6 @@ def _written(vector: FloatArray, form: str) -> object:
 
 
 ROUTES = (
-    Route("POST", "/v1/embeddings", embeddings, "Embeddings as OpenAI gives them", EmbeddingRequest),
-    Route("GET", "/v1/models", models, "The models served here"),
+    Route("POST", "/v1/embeddings", embeddings, "Embeddings as OpenAI gives them", EmbeddingRequest, tell=tell),
+    Route("GET", "/v1/models", models, "The models served here", tell=tell),
 )

@@ -20,10 +20,10 @@ def routes(app: App) -> list[Route]:
         call.exchange.reply(Response.text("", 200 if app.is_alive() else 503))
 
     def ready(call: Call) -> None:
-        call.exchange.reply(Response.text("", 200 if app.is_ready else 503))
+        call.exchange.reply(Response.text("", 200 if app.is_ready and app.is_alive() else 503))
 
     def metrics(call: Call) -> None:
-        call.exchange.reply(Response(200, app.metrics.render(), "text/plain; version=0.0.4; charset=utf-8"))
+        call.exchange.reply(Response(200, app.metrics.render(), app.metrics.content_type))
 
     def document(call: Call) -> None:
         call.exchange.reply(Response.json(openapi(app.routes)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from hasten.core.errors import HastenError
@@ -10,11 +11,16 @@ from hasten.server.models import Models
 
 logger = logging.getLogger("hasten")
 
+# Of every file: its name, what it is on the disk, when it was written, and its size.
+Stamp = frozenset[tuple[str, int, int, int]]
+
 
 class Changes:
-    def __init__(self, models: Models) -> None:
+    """Made before the models are loaded: what changes while they are is not missed."""
+
+    def __init__(self, models: Models, paths: Mapping[str, Path]) -> None:
         self._models = models
-        self._stamps = {name: _stamp(path) for name, path in models.paths.items()}
+        self._stamps = {name: _stamp(path) for name, path in paths.items()}
 
     def reload(self) -> None:
         """What cannot be opened leaves what is served in its place, and is tried again when it changes again."""
@@ -34,10 +40,14 @@ class Changes:
                 logger.info("%s has changed: %s is served now", name, served.variant)
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """A bundle's manifest names every file with its hash: where it is the same, all is."""
+def _stamp(path: Path) -> Stamp | None:
+    """None while it is being replaced. All files, not the manifest alone: those that come file by file come last."""
     try:
-        about = (path / "manifest.json").stat()
+        if not (path / "manifest.json").is_file():
+            return None
+        found = ((file, file.stat()) for file in path.rglob("*") if file.is_file())
+        return frozenset(
+            (str(file.relative_to(path)), about.st_ino, about.st_mtime_ns, about.st_size) for file, about in found
+        )
     except OSError:
-        return None  # being replaced
-    return about.st_ino, about.st_mtime_ns, about.st_size
+        return None

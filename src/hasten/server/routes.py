@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from hasten.core.errors import HastenError, PlanError
 from hasten.server.engine import Measured
-from hasten.server.exchange import Exchange, Response
+from hasten.server.exchange import Exchange, Response, tell_plainly
 from hasten.server.models import Models
 from hasten.server.served import Served
 
@@ -51,6 +52,7 @@ class Route:
     body: Any = None
     # Health and the like are answered to anyone.
     is_open: bool = False
+    tell: Callable[[HastenError], object] = tell_plainly
 
 
 class Router:
@@ -76,7 +78,7 @@ class Router:
             names: dict[str, str] = {}
             for wanted, given in zip(pattern, parts, strict=True):
                 if wanted.startswith("{"):
-                    names[wanted[1:-1]] = given
+                    names[wanted[1:-1]] = unquote(given)
                 elif wanted != given:
                     break
             else:

@@ -18,7 +18,7 @@ from typing import Any
 
 from hasten.core.errors import PlanError, UnavailableError, missing_package
 from hasten.core.hardware import usable_cores
-from hasten.server import logs, tracing
+from hasten.server import logs
 from hasten.server.app import App, State
 from hasten.server.connection import Connections, HttpLimits
 from hasten.server.fairness import Turns
@@ -30,6 +30,8 @@ from hasten.server.reload import Changes
 from hasten.server.served import ModelSettings, Served
 from hasten.server.settings import Settings
 from hasten.server.supervise import Heart
+from hasten.server.tracing import Tracer, is_configured
+from hasten.server.watch import Watcher
 
 logger = logging.getLogger("hasten")
 
@@ -38,6 +40,8 @@ HUNG = 70
 _BEAT_S = 1.0
 # Clients that are busy on a connection send their next request within this, and are told that it was the last.
 _LINGER_S = 0.5
+# For the last answers by gRPC to be sent.
+_FLUSH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +65,30 @@ def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: No
 
 def make_app(settings: Settings) -> App:
     """The application, still without its models; for any server that drives it."""
-    metrics, threads = Metrics(), settings.threads or usable_cores()
-    turns = Turns(max(settings.instances or 1, usable_cores() // threads))
-    about = _model_settings(settings)
-    models = Models(lambda path, name: Served.open(path, about, turns, metrics.of(name), name))
-    watchers = [logs.access_log()] if settings.logs_requests else []
-    if tracing.is_configured():
-        watchers.append(tracing.tracer())
-    return App(models, metrics, Keys.read(settings.key_file), watchers, hang_s=settings.hang)
+    metrics, about = Metrics(), _model_settings(settings)
+    turns = Turns(max(usable_cores(), (settings.instances or 1) * (settings.threads or 1)))
+    models = Models(lambda path, name: Served.open(path, name, about, turns, metrics.of(name)))
+    metrics.follow(models)
+    watchers: list[Watcher] = [logs.access_log()] if settings.logs_requests else []
+    keys = Keys.read(settings.key_file)
+    if not is_configured():
+        return App(models, metrics, keys, watchers, hang_s=settings.hang)
+    tracer = Tracer()
+    return App(models, metrics, keys, [*watchers, tracer], hang_s=settings.hang, on_close=tracer.close)
+
+
+def bundle_paths(settings: Settings) -> dict[str, Path]:
+    """By the names of their directories; of a link its own, so that what it leads to may change."""
+    given = [Path(bundle).expanduser() for bundle in settings.bundles]
+    paths = {(path.resolve() if path.name in ("", "..") else path).name: path for path in given}
+    if len(paths) < len(settings.bundles):
+        raise PlanError("two bundles have the same name", hint="models go by the names of their directories")
+    return paths
 
 
 def load_models(app: App, settings: Settings) -> None:
     """Open, warm and test each; from then on they are asked."""
-    paths = [Path(bundle) for bundle in settings.bundles]
-    names = [path.resolve().name for path in paths]
-    if len(set(names)) < len(names):
-        raise PlanError("two bundles have the same name", hint="models go by the names of their directories")
-    for path, name in zip(paths, names, strict=True):
+    for name, path in bundle_paths(settings).items():
         app.models.load(path, name)
     app.state = State.READY
 
@@ -89,33 +100,45 @@ class _Process:
         self._connections = Connections(app, http_limits(settings))
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reloading = 0
 
     async def run(self, on_ready: Callable[[Addresses], None]) -> None:
         settings, loop = self._settings, asyncio.get_running_loop()
+        changes = Changes(self._app.models, bundle_paths(settings))
         certificate = _tls(settings)
         server = await self._listen(certificate)
         host, port = server.sockets[0].getsockname()[:2]
         grpc = self._grpc(port)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)
-        loading = loop.run_in_executor(None, load_models, self._app, settings)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._begin(self._reload(changes)))
+        scheme = "http" if certificate is None else "https"
+        addresses = Addresses(f"{scheme}://{_written(host)}:{port}", grpc and f"{_written(host)}:{grpc.port}")
+        logger.info("listening on %s; the models are being loaded", addresses.http)
+        try:
+            await self._load()
+            if grpc is not None:
+                grpc.tell(is_ready=True)
+            self._begin(self._watch_over(Heart.inherited()))
+            if settings.watch is not None:
+                self._begin(self._reload_every(changes, settings.watch))
+            on_ready(addresses)
+            await self._stopping.wait()
+            await self._drain(server, grpc)
+        finally:
+            if grpc is not None:
+                grpc.stop(0)
+
+    async def _load(self) -> None:
+        loading = asyncio.get_running_loop().run_in_executor(None, load_models, self._app, self._settings)
         stopping = asyncio.ensure_future(self._stopping.wait())
-        await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+        both: list[asyncio.Future[Any]] = [loading, stopping]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             # Nothing was promised to anyone yet.
             os._exit(0)
+        stopping.cancel()
         loading.result()
-        if grpc is not None:
-            grpc.start()
-        changes = Changes(self._app.models)
-        loop.add_signal_handler(signal.SIGHUP, lambda: self._begin(self._reload(changes)))
-        self._begin(self._watch_over(Heart.inherited()))
-        if settings.watch is not None:
-            self._begin(self._reload_every(changes, settings.watch))
-        scheme = "http" if certificate is None else "https"
-        on_ready(Addresses(f"{scheme}://{_written(host)}:{port}", grpc and f"{_written(host)}:{grpc.port}"))
-        await stopping
-        await self._drain(server, grpc)
 
     async def _listen(self, certificate: ssl.SSLContext | None) -> asyncio.Server:
         settings = self._settings
@@ -133,14 +156,20 @@ class _Process:
         settings = self._settings
         if not settings.grpc:
             return None
+        # Its core writes lines of its own to stderr, which nothing that reads our log understands.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         if find_spec("grpc") is None and settings.grpc_port is None:
             logger.warning("gRPC is not served: the package 'grpcio' is not installed (pip install 'hasten[serve]')")
             return None
         from hasten.server.grpc_v2 import GrpcServer
 
         chosen = settings.grpc_port if settings.grpc_port is not None else (port + 1 if settings.port else 0)
-        pair = None if settings.tls_cert is None else (settings.tls_key, settings.tls_cert)
-        return GrpcServer(self._app, f"{_written(settings.host)}:{chosen}", most_bytes=settings.max_body, tls=pair)
+        pair = None
+        if settings.tls_key is not None and settings.tls_cert is not None:
+            pair = settings.tls_key, settings.tls_cert
+        server = GrpcServer(self._app, f"{_written(settings.host)}:{chosen}", most_bytes=settings.max_body, tls=pair)
+        server.start()
+        return server
 
     # While it runs
 
@@ -155,7 +184,13 @@ class _Process:
         task.add_done_callback(self._tasks.discard)
 
     async def _reload(self, changes: Changes) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, changes.reload)
+        if not self._app.is_ready:
+            return
+        self._reloading += 1
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, changes.reload)
+        finally:
+            self._reloading -= 1
 
     async def _reload_every(self, changes: Changes, seconds: float) -> None:
         while True:
@@ -165,7 +200,9 @@ class _Process:
     async def _watch_over(self, heart: Heart) -> None:
         """A session that hangs cannot be stopped; a process can."""
         while self._app.is_alive():
-            heart.beat()
+            if not heart.beat():
+                logger.error("the supervisor is gone: leaving")
+                self._stopping.set()
             await asyncio.sleep(_BEAT_S)
         logger.critical("a session hangs: leaving, so that whoever supervises this process starts it again")
         # Whoever asks for its health meanwhile is told.
@@ -176,21 +213,31 @@ class _Process:
 
     async def _drain(self, server: asyncio.Server, grpc: Any | None) -> None:
         """Take no new connections, answer what comes on those there are and tell that it was the last, then leave."""
-        loop, until = asyncio.get_running_loop(), time.monotonic() + self._settings.drain
+        begin = time.monotonic()
+        until = begin + self._settings.drain
         self._app.state = State.DRAINING
         server.close()
-        stopped = grpc.stop(self._settings.drain) if grpc is not None else None
+        if grpc is not None:
+            grpc.stop(self._settings.drain)
         self._connections.is_draining = True
-        await asyncio.sleep(min(_LINGER_S, self._settings.drain))
+        while self._connections.open and time.monotonic() < min(until, begin + _LINGER_S):
+            await asyncio.sleep(0.005)
         self._connections.drain()
-        while self._connections.open and time.monotonic() < until:
+        while self._connections.open:
+            if time.monotonic() > until:
+                logger.warning("not all were answered, or took their answers, in %g s", self._settings.drain)
+                self._connections.abort()
+                break
             await asyncio.sleep(0.005)
         left = max(0.0, until - time.monotonic())
-        is_done = await loop.run_in_executor(None, self._app.models.close, left)
-        if stopped is not None:
-            await loop.run_in_executor(None, stopped.wait, left + 1.0)
-        if self._connections.open or not is_done:
-            logger.warning("some requests were not answered in %.0f s", self._settings.drain)
+        loop = asyncio.get_running_loop()
+        is_done = await loop.run_in_executor(None, self._app.close, left)
+        if grpc is not None:
+            # All that was asked is answered: who still holds a call only watches, or has a stream without a request.
+            await loop.run_in_executor(None, grpc.stop(_FLUSH_S).wait)
+        if not is_done or self._reloading:
+            # What still runs cannot be stopped, and nobody waits for it.
+            os._exit(0)
         for task in self._tasks:
             task.cancel()
 

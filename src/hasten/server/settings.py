@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -136,6 +137,8 @@ class Settings:
         cls, given: Mapping[str, object], environment: Mapping[str, str] = os.environ, file: Path | None = None
     ) -> Settings:
         """From what was given on the command line, the environment, and a file, in that order."""
+        if file is None and environment.get("HASTEN_CONFIG"):
+            file = Path(environment["HASTEN_CONFIG"])
         from_file = read_file(file) if file is not None else {}
         found: dict[str, Any] = {}
         for name, option in OPTIONS.items():
@@ -148,7 +151,7 @@ class Settings:
             source, value = next((pair for pair in sources if pair[1] is not None), ("", None))
             if value is not None:
                 found[name] = _read(option, value, source)
-        bundles = given.get("bundles") or environment.get("HASTEN_BUNDLES", "").split() or from_file.get("bundles", [])
+        bundles = given.get("bundles") or _listed(environment) or from_file.get("bundles", [])
         if not isinstance(bundles, list | tuple) or not all(isinstance(one, str) for one in bundles):
             raise PlanError(f"bundles in {file} is not a list of paths")
         if not bundles:
@@ -181,7 +184,17 @@ def read_file(file: Path) -> dict[str, Any]:
     return document
 
 
+def _listed(environment: Mapping[str, str]) -> list[str]:
+    """As a shell would read them: with quotes around a space."""
+    try:
+        return shlex.split(environment.get("HASTEN_BUNDLES", ""))
+    except ValueError as error:
+        raise PlanError(f"HASTEN_BUNDLES: {error}") from error
+
+
 def _read(option: Option, value: object, source: str) -> object:
+    if not isinstance(value, str | int | float):
+        raise PlanError(f"{source}: it is one value, not {type(value).__name__}")
     try:
         return option.read(str(value))
     except HastenError as error:

@@ -17,6 +17,8 @@ _VARIABLE = "HASTEN_HEARTBEAT"
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 # Whoever lived this long has not died of how it was started.
 _LONG_S = 60.0
+# A heart that is silent for so much longer than a batch may take has stopped.
+_PATIENCE_S = 5.0
 
 
 class Heart:
@@ -30,37 +32,47 @@ class Heart:
         given = os.environ.get(_VARIABLE, "")
         return cls(int(given) if given.isdecimal() else None)
 
-    def beat(self) -> None:
+    def beat(self) -> bool:
+        """Whether there is, as far as anyone knows, still somebody to hear it."""
         if self._descriptor is not None:
-            with suppress(OSError):  # the supervisor is gone, or does not listen now
+            try:
                 os.write(self._descriptor, b".")
+            except BlockingIOError:
+                pass  # the supervisor does not listen now
+            except OSError:
+                return False
+        return True
 
 
 def supervise(command: Sequence[str], hang_s: float) -> int:
     """Until it ends by itself or is asked to; its exit code."""
-    is_stopping = False
+    asked_to_stop: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 
-    def stop(number: int, _: object) -> None:
-        nonlocal is_stopping
-        is_stopping = True
+    def forward(number: int, _: object) -> None:
+        if number != signal.SIGHUP:
+            asked_to_stop.append(number)
         if child is not None:
             with suppress(ProcessLookupError):
                 child.send_signal(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, forward)
     pause = _SHORTEST_PAUSE_S
-    while True:
+    while not asked_to_stop:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         begin = time.monotonic()
-        child = subprocess.Popen(command, pass_fds=[writer], env={**os.environ, _VARIABLE: str(writer)})
+        # A group of its own: Ctrl-C reaches it once, through us, and not twice, which would mean at once.
+        environment = {**os.environ, _VARIABLE: str(writer)}
+        child = subprocess.Popen(command, pass_fds=[writer], env=environment, process_group=0)
         os.close(writer)
+        if asked_to_stop:  # asked while it was being started
+            child.terminate()
         was_ready = _attend(child, reader, hang_s)
         os.close(reader)
         code = child.returncode
-        if is_stopping or code == 0 or (code > 0 and not was_ready):
+        if asked_to_stop or code == 0 or (code > 0 and not was_ready):
             # What cannot start will not start the next time either.
             return code if code >= 0 else 128 - code
         lived = time.monotonic() - begin
@@ -68,10 +80,9 @@ def supervise(command: Sequence[str], hang_s: float) -> int:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         logger.error("the server %s after %.0f s: it is started again in %.1f s", how, lived, pause)
         until = time.monotonic() + pause
-        while not is_stopping and (left := until - time.monotonic()) > 0:
+        while not asked_to_stop and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, 0.1))
-        if is_stopping:
-            return 0
+    return 0
 
 
 def _attend(child: subprocess.Popen[bytes], reader: int, hang_s: float) -> bool:
@@ -79,7 +90,7 @@ def _attend(child: subprocess.Popen[bytes], reader: int, hang_s: float) -> bool:
     was_ready = False
     while True:
         # Loading may take as long as it does.
-        ready, _, _ = select.select([reader], [], [], hang_s + 5.0 if was_ready else None)
+        ready, _, _ = select.select([reader], [], [], hang_s + _PATIENCE_S if was_ready else None)
         if ready and not os.read(reader, 4096):
             child.wait()
             return was_ready

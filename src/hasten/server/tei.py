@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from hasten.core.errors import InputError
+from hasten.core.errors import HastenError, InputError, OverloadedError, UnavailableError
 from hasten.core.tensors import Outputs
 from hasten.core.version import __version__
-from hasten.server.exchange import Response
+from hasten.server.exchange import Response, status_of
 from hasten.server.routes import Call, Route
 from hasten.server.served import Served
 from hasten.tasks import Encoded
@@ -93,6 +93,17 @@ def info(call: Call) -> None:
     )
 
 
+def tell(error: HastenError) -> object:
+    """What was wrong, as text-embeddings-inference writes it."""
+    if isinstance(error, OverloadedError):
+        kind = "Overloaded"
+    elif isinstance(error, UnavailableError):
+        kind = "Unhealthy"
+    else:
+        kind = "Validation" if status_of(error) < 500 else "Backend"
+    return {"error": str(error), "error_type": kind}
+
+
 def gives_embeddings(served: Served) -> bool:
     return served.task.name == "sentence-similarity"
 
@@ -109,7 +120,7 @@ def _refuse_long(encoded: Encoded, truncates: bool, served: Served) -> None:
 
 
 ROUTES = (
-    Route("POST", "/embed", embed, "Embeddings as text-embeddings-inference gives them", EmbedRequest),
-    Route("POST", "/rerank", rerank, "Documents in the order of their relevance", RerankRequest),
-    Route("GET", "/info", info, "What is served here"),
+    Route("POST", "/embed", embed, "Embeddings as text-embeddings-inference gives them", EmbedRequest, tell=tell),
+    Route("POST", "/rerank", rerank, "Documents in the order of their relevance", RerankRequest, tell=tell),
+    Route("GET", "/info", info, "What is served here", tell=tell),
 )

@@ -9,11 +9,22 @@ from typing import Any
 
 import msgspec
 
-from hasten.core.errors import HastenError, InputError
+from hasten.core.errors import HastenError, InputError, StageError
 from hasten.core.version import __version__
 from hasten.server.engine import Measured
 from hasten.server.exchange import Exchange, Response, read_json
-from hasten.server.inference import VERSION, Inference, Output, Tensor, check_version, describe, from_bytes, from_values
+from hasten.server.inference import (
+    VERSION,
+    Inference,
+    Output,
+    Tensor,
+    check_load,
+    check_version,
+    describe,
+    from_bytes,
+    from_values,
+    refuse_parameters,
+)
 from hasten.server.inference import infer as start
 from hasten.server.models import READY, repository
 from hasten.server.routes import Call, Route
@@ -24,6 +35,8 @@ logger = logging.getLogger("hasten")
 HEADER_LENGTH = "inference-header-content-length"
 EXTENSIONS = ("binary_tensor_data", "model_repository")
 _DEEPEST = 8
+# Python itself refuses to read numbers of thousands of digits.
+_LONGEST_NUMBER = 18
 
 
 class InputTensor(msgspec.Struct):
@@ -55,6 +68,8 @@ def infer(call: Call) -> None:
     served = _found(call)
     request, tail = _read(call.exchange)
     outputs = tuple(output.name for output in request.outputs)
+    for tensor in (*request.inputs, *request.outputs):
+        refuse_parameters(tensor.name, tensor.parameters)
 
     def done(answer: list[Output] | HastenError, measured: Measured | None) -> None:
         if isinstance(answer, HastenError):
@@ -79,17 +94,22 @@ def model_ready(call: Call) -> None:
 
 
 def repository_index(call: Call) -> None:
-    request = call.exchange.read_json(RepositoryRequest) if call.exchange.body else RepositoryRequest()
+    request = _repository_request(call)
     entries = repository(call.models)
     call.exchange.reply(Response.json([one for one in entries if one["state"] == READY or not request.ready]))
 
 
 def repository_load(call: Call) -> None:
+    check_load(_repository_request(call).parameters)
     _apart(call, lambda: call.models.load_again(call.names["model"]))
 
 
 def repository_unload(call: Call) -> None:
     _apart(call, lambda: call.models.unload(call.names["model"]))
+
+
+def _repository_request(call: Call) -> RepositoryRequest:
+    return call.exchange.read_json(RepositoryRequest) if call.exchange.body else RepositoryRequest()
 
 
 def _found(call: Call) -> Served:
@@ -107,7 +127,7 @@ def _apart(call: Call, work: Callable[[], object]) -> None:
             call.exchange.fail(error)
         except Exception:
             logger.exception("%s failed", call.exchange.path)
-            call.exchange.reply(Response.json({"error": "it failed; the server's log says why"}, 500))
+            call.exchange.fail(StageError("it failed; the server's log says why"))
         else:
             call.exchange.reply(Response.text(""))
 
@@ -116,10 +136,10 @@ def _apart(call: Call, work: Callable[[], object]) -> None:
 
 def _read(exchange: Exchange) -> tuple[InferRequest, memoryview]:
     length = exchange.headers.get(HEADER_LENGTH)
-    body = memoryview(exchange.body)
+    body = memoryview(exchange.content())
     if length is None:
         return read_json(body, InferRequest), body[:0]
-    if not length.isdecimal() or int(length) > len(body):
+    if not length.isdecimal() or len(length) > _LONGEST_NUMBER or int(length) > len(body):
         raise InputError(f"{HEADER_LENGTH} is '{length}', and the body has {len(body)} bytes")
     return read_json(body[: int(length)], InferRequest), body[int(length) :]
 
@@ -133,10 +153,10 @@ def _tensors(inputs: Sequence[InputTensor], tail: memoryview) -> dict[str, Tenso
         size = tensor.parameters.get("binary_data_size")
         if size is None:
             values: list[Any] = []
-            _flatten(tensor.data, values, depth=0)
+            _flatten([] if tensor.data is None else tensor.data, values, depth=0)
             tensors[name] = from_values(name, tensor.datatype, tensor.shape, values)
             continue
-        if not isinstance(size, int) or not 0 <= size <= len(tail):
+        if type(size) is not int or not 0 <= size <= len(tail):
             raise InputError(f"input '{name}' has {size} bytes, and {len(tail)} are left of the body")
         tensors[name] = from_bytes(name, tensor.datatype, tensor.shape, tail[:size])
         tail = tail[size:]
@@ -151,7 +171,7 @@ def _flatten(data: Any, values: list[Any], depth: int) -> None:
             raise InputError("an input's data is nested too deeply")
         for entry in data:
             _flatten(entry, values, depth + 1)
-    elif data is not None:
+    else:
         values.append(data)
 
 
@@ -190,6 +210,12 @@ ROUTES = (
     Route("GET", f"{_MODEL}/ready", model_ready, "Whether a model is ready", is_open=True),
     Route("GET", f"{_MODEL}/versions/{{version}}/ready", model_ready, "The same: there is one version", is_open=True),
     Route("POST", "/v2/repository/index", repository_index, "The models this server knows", RepositoryRequest),
-    Route("POST", "/v2/repository/models/{model}/load", repository_load, "Load a model, or load it again"),
+    Route(
+        "POST",
+        "/v2/repository/models/{model}/load",
+        repository_load,
+        "Load a model, or load it again",
+        RepositoryRequest,
+    ),
     Route("POST", "/v2/repository/models/{model}/unload", repository_unload, "Take a model away"),
 )
