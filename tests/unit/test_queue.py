@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hasten.core.errors import OverloadedError
 from hasten.core.tensors import Batch
 from hasten.server.queue import Limits, Queue, Work
 
@@ -91,19 +90,6 @@ def test_whose_time_is_over_and_who_has_left_is_put_aside(queue: Queue) -> None:
     assert taken(queue, now=2.0) == [5]
     assert queue.dropped == [late, gone]
     assert (len(queue), queue.tokens) == (0, 0)
-
-
-def test_more_than_is_answered_in_time_is_refused() -> None:
-    queue = Queue(Limits(requests=2, wait_s=1.0))
-    queue.check(1)
-    with pytest.raises(OverloadedError, match="2 requests are waiting"):
-        queue.check(2)
-    queue.put(work(100))
-    queue.check(1)
-    queue.ran(tokens=10, seconds=1.0)
-    with pytest.raises(OverloadedError) as refused:
-        queue.check(1)
-    assert refused.value.retry_after_s == pytest.approx(10.0)
 
 
 def test_closing_hands_out_all_that_waits(queue: Queue) -> None:

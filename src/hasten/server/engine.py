@@ -21,6 +21,7 @@ import numpy as np
 from hasten.backends import Session
 from hasten.core.errors import DeadlineError, HastenError, InputError, StageError, UnavailableError
 from hasten.core.tensors import Outputs, Signature, gather
+from hasten.server.admission import Admission
 from hasten.server.fairness import Seat, Turns
 from hasten.server.queue import Job, Limits, Queue, Work
 from hasten.tasks import Encoded
@@ -91,6 +92,7 @@ class Engine:
     ) -> None:
         self._signature: Signature = sessions[0].spec.signature
         self._queue = Queue(limits)
+        self._admission = Admission(limits, len(sessions))
         self._chores: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._workers_wake, self._encoders_wake = (threading.Condition(self._lock) for _ in range(2))
@@ -114,7 +116,7 @@ class Engine:
         with self._lock:
             if self._is_closing:
                 raise RetiredError("the model is being taken away")
-            self._queue.check(self._open)
+            self._admission.check(self._open)
             self._open += 1
             self._add_chore(lambda: self._prepare(request))
 
@@ -131,7 +133,7 @@ class Engine:
 
     @property
     def wait_s(self) -> float:
-        return self._queue.wait_s
+        return self._admission.wait_s(self._open)
 
     def hung_s(self, now: float) -> float:
         """How long the session that runs longest has been running."""
@@ -246,6 +248,7 @@ class Engine:
                 request.work = work
                 work.is_cancelled = request.is_cancelled
                 self._queue.put(work)
+                self._admission.encoded(work.batch.tokens)
                 if self._idle_workers:
                     self._workers_wake.notify()
         except HastenError as error:
@@ -267,7 +270,7 @@ class Engine:
         worker.busy_since = None
         seconds = time.monotonic() - begin
         with self._lock:
-            self._queue.ran(job.batch.tokens, seconds)
+            self._admission.ran(job.batch.tokens, len(job.slices), seconds)
         try:
             self._observer.on_batch(job, seconds)
         except Exception:
@@ -359,6 +362,8 @@ class Engine:
     def _answer(self, request: Request[Answer], answer: Answer | HastenError, measured: Measured | None) -> None:
         with self._lock:
             self._open -= 1
+            if request.work is not None:
+                self._admission.answered(request.work.batch.tokens)
             if not self._open:
                 self._all_done.notify_all()
                 if self._is_closing:

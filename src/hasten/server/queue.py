@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hasten.core.batching import TOKEN_BUDGET
-from hasten.core.errors import HastenError, OverloadedError
+from hasten.core.errors import HastenError
 from hasten.core.tensors import Batch, IntArray, Outputs
 
 # Padding that a batch may add for the sake of fewer batches: a share of its tokens, and a few in any case, since a
@@ -23,8 +23,6 @@ _FREE_PADDING = 12
 # wait is answered in the end, also where others keep coming that go first.
 _STEP_S = 1.0
 _MOST_STEPS = 60
-# The rate is of the last seconds, not of all time: machines and texts change.
-_MEMORY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +31,8 @@ class Limits:
 
     requests: int = 2048
     wait_s: float = 5.0
+    # What a request may take, in times of what it takes alone.
+    slowdown: float | None = None
     tokens_per_batch: int = TOKEN_BUDGET
     rows_per_batch: int = 256
 
@@ -107,7 +107,6 @@ class Queue:
         self._by_length: dict[int, dict[int, Work]] = {}
         self._rows = 0
         self._tokens = 0
-        self._tokens_per_s = 0.0
         self._order = 0
         # Whose time is over, or who has left; whoever holds the lock tells them after letting go of it.
         self.dropped: list[Work] = []
@@ -120,11 +119,6 @@ class Queue:
         return self._tokens
 
     @property
-    def wait_s(self) -> float:
-        """How long what waits will take, by what was measured; nothing before anything was."""
-        return self._tokens / self._tokens_per_s if self._tokens_per_s else 0.0
-
-    @property
     def oldest(self) -> float | None:
         """When the one that waits longest came; None where nobody waits."""
         return next(iter(self._works.values())).arrived if self._works else None
@@ -133,12 +127,6 @@ class Queue:
     def is_full(self) -> bool:
         """Whether there is enough for a batch."""
         return self._tokens >= self._limits.tokens_per_batch or self._rows >= self._limits.rows_per_batch
-
-    def check(self, taken: int) -> None:
-        """Refuse another request where so many are taken already, or what waits is not done in time."""
-        wait_s = self.wait_s
-        if taken >= self._limits.requests or wait_s > self._limits.wait_s:
-            raise OverloadedError(f"{taken} requests are waiting", retry_after_s=max(0.1, wait_s))
 
     def put(self, work: Work) -> None:
         work.order, self._order = self._order, self._order + 1
@@ -164,11 +152,6 @@ class Queue:
             taken = set(chosen[order])
             self._keep(work, {length: [p for p in places if p not in taken] for length, places in work.rows.items()})
         return Job.of([Slice(works[order], np.array(sorted(places))) for order, places in chosen.items()])
-
-    def ran(self, tokens: int, seconds: float) -> None:
-        """What a batch took, to tell how long the others will."""
-        rate = tokens / max(seconds, 1e-6)
-        self._tokens_per_s = rate if not self._tokens_per_s else _MEMORY * self._tokens_per_s + (1 - _MEMORY) * rate
 
     def close(self) -> list[Work]:
         """All that waits, taken out."""
