@@ -291,7 +291,7 @@ def test_sessions_of_one_model_run_beside_each_other() -> None:
     sessions = [Adding(), Adding()]
     for session in sessions:
         session.gate.clear()
-    engine = Engine(sessions, Limits(tokens_per_batch=1), encoders=1, turns=Turns(1))
+    engine = Engine(sessions, Limits(tokens_per_batch=1), encoders=1, seat=Turns(2).join())
     asked = [Asked(engine, [[1]]), Asked(engine, [[2]])]
     until(lambda: all(session.is_in for session in sessions))
     for session in sessions:
