@@ -176,7 +176,7 @@ def test_malformed_binary(server: Server, length: str | None, inputs: Any, tail:
         ([tensor(name="input_ids", datatype="INT64", shape=[2], data=[2, 3])], "must be integers"),
         ([tensor(name="input_ids", datatype="INT64", shape=[1, 1], data=[10**30])], "is no INT64"),
         ([tensor(name="input_ids", datatype="UINT8", shape=[1, 1], data=[-1])], "is no UINT8"),
-        ([tensor(name="input_ids", datatype="INT64", shape=[1, 1], data=[{"a": 1}])], "is no INT64"),
+        ([tensor(name="input_ids", datatype="INT64", shape=[1, 1], data=[{"a": 1}])], "is INT64, and not all"),
         ([tensor(name="input_ids", datatype="INT64", shape=[0, 0], data=[])], "empty"),
         (ids(name="attention_mask", datatype="INT64", shape=[1, 2], data=[0, 1]), "ones, then zeros"),
         (ids(name="attention_mask", datatype="INT64", shape=[1, 2], data=[0, 0]), "ones, then zeros"),
@@ -194,8 +194,8 @@ def test_wrong_tensors(server: Server, inputs: Any, what: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
-        (INFER, {"inputs": [tensor(data=[TEXT])], "parameters": {"timeout": 10**400}}, 200),
-        (INFER, {"inputs": [tensor(data=[TEXT])], "parameters": {"priority": 10**400}}, 200),
+        (INFER, {"inputs": [tensor(data=[TEXT])], "parameters": {"timeout": 10**400}}, 400),
+        (INFER, {"inputs": [tensor(data=[TEXT])], "parameters": {"priority": 10**400}}, 400),
         (INFER, {"inputs": [tensor(data=[TEXT])], "parameters": {"timeout": "soon"}}, 400),
         (INFER, {"inputs": [tensor(data=[TEXT]), tensor("text_pair", data=["[" * 9000])]}, 200),
         (INFER, {"inputs": [tensor(data=[TEXT])], "outputs": [{"name": "nothing"}]}, 400),
@@ -315,8 +315,8 @@ def test_what_is_answered_arrives_although_it_is_told_to_stop(classifier: Bundle
     for thread in threads:
         thread.join(60)
     assert code == 0, errors
-    answered = [json.loads(line) for line in errors.splitlines()]
-    assert {entry.get("status") for entry in answered} == {200}
+    answered = [entry for line in errors.splitlines() if "status" in (entry := json.loads(line))]
+    assert {entry["status"] for entry in answered} == {200}
     assert answers == [200] * len(answered)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
@@ -58,7 +58,11 @@ class Response:
         return cls(status, text.encode(), f"{TEXT}; charset=utf-8")
 
 
-def tell_plainly(error: HastenError) -> object:
+class Failure(TypedDict):
+    error: str
+
+
+def tell_plainly(error: HastenError) -> Failure:
     """What was wrong, as most protocols write it."""
     return {"error": str(error)}
 
@@ -77,7 +81,7 @@ class Exchange:
     most_bytes: int = 32 * 2**20
     watch: Watcher | None = None
     # How its protocol writes what was wrong.
-    tell: Callable[[HastenError], object] = tell_plainly
+    tell: Callable[[HastenError], Mapping[str, object]] = tell_plainly
     # What to do when the client leaves before it is answered.
     on_close: Callable[[], None] | None = None
     is_closed: bool = False
@@ -135,7 +139,7 @@ def status_of(error: HastenError) -> int:
     return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
 
 
-def failure(error: HastenError, tell: Callable[[HastenError], object] = tell_plainly) -> Response:
+def failure(error: HastenError, tell: Callable[[HastenError], Mapping[str, object]] = tell_plainly) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, OverloadedError):
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))

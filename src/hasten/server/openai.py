@@ -95,7 +95,18 @@ def models(call: Call) -> None:
     call.exchange.reply(Response.json(ModelList(object="list", data=entries)))
 
 
-def tell(error: HastenError) -> object:
+class Wrong(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIFailure(TypedDict):
+    error: Wrong
+
+
+def tell(error: HastenError) -> OpenAIFailure:
     """What was wrong, as OpenAI writes it."""
     code = next(code for kind, code in _CODES if isinstance(error, kind))
     kind = "invalid_request_error" if status_of(error) < 500 else "server_error"

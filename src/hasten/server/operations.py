@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
 
 from hasten.core.version import __version__
-from hasten.server.exchange import BINARY, JSON, TEXT, Response
+from hasten.server.exchange import BINARY, JSON, TEXT, Failure, Response
 from hasten.server.routes import Call, Route
 
 if TYPE_CHECKING:
@@ -44,10 +44,6 @@ def routes(app: App) -> list[Route]:
     ]
 
 
-class Failure(TypedDict):
-    error: str
-
-
 # What may go wrong, and where: everywhere, where there is a body, where a model is asked or changed.
 _ANYWHERE = {401: "no key, or an unknown one", 404: "nothing there, or no such model", 503: "not ready, or stopping"}
 _WITH_BODY = {400: "not understood", 408: "not whole in time", 413: "too large", 429: "too much at once: later"}
@@ -56,13 +52,16 @@ _WITH_MODEL = {500: "the server's own fault", 501: "not on this machine", 504: "
 
 def openapi(routes: tuple[Route, ...]) -> dict[str, Any]:
     """The description of the API, from the routes themselves and the types they read and write."""
-    kinds = [Failure, *(kind for route in routes for kind in (route.body, route.answer) if kind is not None)]
+    told = {route: get_type_hints(route.tell)["return"] for route in routes}
+    asked = [kind for route in routes for kind in (route.body, route.answer) if kind is not None]
+    kinds = [Failure, *told.values(), *asked]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     # By what they say, not by which they are: types such as list[float] have no identity.
     by_kind = dict(zip(map(str, kinds), schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        failures = {JSON: by_kind[str(Failure)]}
+        # What goes wrong before its route is known is told plainly.
+        failures = {JSON: {"anyOf": [by_kind[str(kind)] for kind in dict.fromkeys((told[route], Failure))]}}
         answers = {form: by_kind[str(route.answer)] if form != BINARY else {} for form in route.forms}
         operation: dict[str, Any] = {
             "operationId": _name(route),

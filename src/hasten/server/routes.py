@@ -55,7 +55,7 @@ class Route:
     forms: tuple[str, ...] = (JSON,)
     # Health and the like are answered to anyone.
     is_open: bool = False
-    tell: Callable[[HastenError], object] = tell_plainly
+    tell: Callable[[HastenError], Mapping[str, object]] = tell_plainly
 
 
 class Router:

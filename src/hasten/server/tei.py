@@ -10,7 +10,7 @@ import numpy as np
 from hasten.core.errors import HastenError, InputError, OverloadedError, UnavailableError
 from hasten.core.tensors import Outputs
 from hasten.core.version import __version__
-from hasten.server.exchange import Response, status_of
+from hasten.server.exchange import Failure, Response, status_of
 from hasten.server.routes import Call, Route
 from hasten.server.served import Served
 from hasten.tasks import Encoded
@@ -113,7 +113,11 @@ def info(call: Call) -> None:
     )
 
 
-def tell(error: HastenError) -> object:
+class TeiFailure(Failure):
+    error_type: str
+
+
+def tell(error: HastenError) -> TeiFailure:
     """What was wrong, as text-embeddings-inference writes it."""
     if isinstance(error, OverloadedError):
         kind = "Overloaded"
