@@ -13,7 +13,7 @@ from typing import Any
 
 class Server:
     def __init__(self, *words: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "hasten", "serve", *words, "--port", "0"]
+        command = [sys.executable, "-m", "hasten", "serve", "--port", "0", *words]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
         )

@@ -239,6 +239,17 @@ def test_values_are_taken_as_they_are_or_not_at_all(server: Server, tensor: dict
     assert (found, what in json.loads(content)["error"]) == (400, True), content
 
 
+@pytest.mark.parametrize("value", [2, -1, 2**40])
+def test_token_types_that_the_model_does_not_know(server: Server, value: int) -> None:
+    def tensor(name: str, data: list[int]) -> dict[str, Any]:
+        return {"name": name, "datatype": "INT64", "shape": [1, 3], "data": data}
+
+    ids = tensor("input_ids", [2, 5, 3])
+    assert server.ask("POST", CLASSIFIER, {"inputs": [ids, tensor("token_type_ids", [0, 1, 1])]})[0] == 200
+    found, _, content = server.ask("POST", CLASSIFIER, {"inputs": [ids, tensor("token_type_ids", [0, 0, value])]})
+    assert (found, "a token type is not between 0 and 1" in json.loads(content)["error"]) == (400, True), content
+
+
 @pytest.mark.parametrize("length", ["-1", "x", "9" * 5000, "1000000"])
 def test_a_header_that_tells_a_wrong_length(server: Server, length: str) -> None:
     found, _, content = server.ask("POST", CLASSIFIER, body_of(TEXTS), Inference_Header_Content_Length=length)
@@ -318,7 +329,7 @@ def test_tei_embed(server: Server, bundles: dict[str, Bundle]) -> None:
     np.testing.assert_allclose(server.json("POST", "/embed", {"inputs": TEXTS[0]}), theirs[:1], atol=1e-6)
 
 
-def test_tei_rerank(server: Server, bundles: dict[str, Bundle]) -> None:
+def test_tei_rerank(server: Server) -> None:
     body = {"query": "one", "texts": [*TEXTS, "a third"], "return_text": True}
     ranks = server.json("POST", "/rerank", body)
     assert sorted(rank["index"] for rank in ranks) == [0, 1, 2]

@@ -1,37 +1,32 @@
-"""The v2 protocol by gRPC with the real tritonclient, grpc_health and grpc_reflection, to a server of its own process.
-
-Where a call has to be held, the server is told to wait for company that does not come (`--max-wait`).
-"""
+"""The v2 protocol by gRPC, asked by the real tritonclient, grpc_health and grpc_reflection."""
 
 from __future__ import annotations
 
 import json
 import queue
-import shutil
-import subprocess
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import hasten
+from calling import (
+    SERVICE,
+    TEXTS,
+    channel,
+    connected,
+    grpc,
+    one_text,
+    refused,
+    request_of,
+    served,
+    stub,
+    texts_in,
+    triton,
+)
 from hasten.bundle import Bundle
 from serving import Server
-
-grpc = pytest.importorskip("grpc", reason="gRPC needs hasten[serve]")
-triton = pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
-pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
-
-TEXTS = ["one answer", "ein Wort mit Ü"]
-SERVICE = "inference.GRPCInferenceService"
-# Waits for company for ten minutes, or until there are as many rows as a batch may have.
-HOLDING = ("--instances", "1", "--max-wait", "600000000", "--batch-tokens", "1000000")
-FULL = TEXTS * 128
 
 
 @pytest.fixture(scope="module")
@@ -40,26 +35,9 @@ def classifier(tiny_classifier: Any, quick_build: Any, tmp_path_factory: Any) ->
     return quick_build(tiny_classifier("bert"), target, variants=["onnxruntime-fp32"])
 
 
-@contextmanager
-def served(*words: str, **environment: str) -> Iterator[Server]:
-    started = Server(*words, "--threads", "1", **environment)
-    try:
-        yield started
-    finally:
-        code, errors = started.stop()
-    assert code == 0, errors
-    assert "Traceback" not in errors, errors
-
-
 @pytest.fixture(scope="module")
 def server(classifier: Bundle) -> Iterator[Server]:
     with served(str(classifier.path)) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def holding(classifier: Bundle) -> Iterator[Server]:
-    with served(str(classifier.path), *HOLDING) as started:
         yield started
 
 
@@ -67,27 +45,6 @@ def holding(classifier: Bundle) -> Iterator[Server]:
 def client(server: Server) -> Iterator[Any]:
     with connected(server) as made:
         yield made
-
-
-@contextmanager
-def connected(server: Server, **about: Any) -> Iterator[Any]:
-    made = triton.InferenceServerClient(f"127.0.0.1:{server.grpc_port}", **about)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-@contextmanager
-def channel(server: Server) -> Iterator[Any]:
-    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as opened:
-        yield opened
-
-
-def texts_in(texts: list[str], shape: list[int] | None = None) -> list[Any]:
-    tensor = triton.InferInput("text", shape or [len(texts)], "BYTES")
-    tensor.set_data_from_numpy(np.array([text.encode() for text in texts], object).reshape(shape or -1))
-    return [tensor]
 
 
 def ids_in(classifier: Bundle, texts: list[str], kind: str = "INT64") -> list[Any]:
@@ -105,35 +62,14 @@ def ids_in(classifier: Bundle, texts: list[str], kind: str = "INT64") -> list[An
     return tensors
 
 
-def request_of(**about: Any) -> Any:
-    """A message made by hand, with contents that are typed."""
-    return triton.service_pb2.ModelInferRequest(**{"model_name": "classifier", **about})
-
-
-def one_text(**about: Any) -> Any:
-    tensor = {"name": "text", "datatype": "BYTES", "shape": [1], "contents": {"bytes_contents": [b"one answer"]}}
-    return request_of(**{"inputs": [tensor], **about})
-
-
-def stub(opened: Any) -> Any:
-    return triton.service_pb2_grpc.GRPCInferenceServiceStub(opened)
-
-
 def labels(answer: Any) -> list[str]:
     return [json.loads(entry)["label"] for entry in answer.as_numpy("answer")]
-
-
-def until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < end, "it did not come to be"
-        time.sleep(0.01)
 
 
 # What it says about itself
 
 
-def test_health_and_metadata(client: Any, classifier: Bundle) -> None:
+def test_health_and_metadata(client: Any) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("classifier")
@@ -290,16 +226,6 @@ def test_a_message_of_a_stream_that_cannot_be_read(server: Server) -> None:
 # What goes wrong
 
 
-def refused(ask: Any, code: str, what: str, *arguments: Any, **keywords: Any) -> Any:
-    from tritonclient.utils import InferenceServerException
-
-    with pytest.raises(InferenceServerException) as error:
-        ask(*arguments, **keywords)
-    assert error.value.status() == f"StatusCode.{code}"
-    assert what in error.value.message()
-    return error.value
-
-
 def tensor_of(**about: Any) -> dict[str, Any]:
     return {"name": "text", "datatype": "BYTES", "shape": [1], **about}
 
@@ -371,158 +297,3 @@ def test_messages_that_are_too_large(classifier: Bundle) -> None:
         refused(client.infer, "RESOURCE_EXHAUSTED", "larger than max", "classifier", texts_in(["a" * 2**17]))
         refused(client.infer, "RESOURCE_EXHAUSTED", "5 items are more than 4", "classifier", texts_in(["a"] * 5))
         assert client.infer("classifier", texts_in(TEXTS)) is not None
-
-
-# Time, and too much of it
-
-
-def threads_of(server: Server) -> int:
-    return len(list(Path(f"/proc/{server.process.pid}/task").iterdir()))
-
-
-def answered(server: Server, status: int) -> int:
-    """Requests that were answered so, as the metrics tell."""
-    line = f'hasten_requests_total{{model="classifier",status="{status}"}} '
-    lines = server.ask("GET", "/metrics")[2].decode().splitlines()
-    return sum(int(float(entry.removeprefix(line))) for entry in lines if entry.startswith(line))
-
-
-def test_a_deadline(holding: Server) -> None:
-    with connected(holding) as client:
-        refused(client.infer, "DEADLINE_EXCEEDED", "Deadline", "classifier", texts_in(TEXTS), client_timeout=0.3)
-
-
-def test_calls_that_are_cancelled_free_their_threads(holding: Server) -> None:
-    count, before, gone = 200, threads_of(holding), answered(holding, 499)
-    with channel(holding) as opened:
-        calls = [stub(opened).ModelInfer.future(one_text()) for _ in range(count)]
-        until(lambda: threads_of(holding) >= before + count)
-        for call in calls:
-            assert not call.done()
-            call.cancel()
-        until(lambda: answered(holding, 499) == gone + count)
-    with connected(holding) as client:
-        assert client.infer("classifier", texts_in(FULL)).as_numpy("logits").shape == (len(FULL), 3)
-
-
-def test_a_stream_whose_client_leaves_frees_its_threads(holding: Server) -> None:
-    """Of which it has two, one to read and one to answer."""
-    count, before = 50, threads_of(holding)
-    is_over = threading.Event()
-
-    def requests() -> Iterator[Any]:
-        yield one_text()
-        is_over.wait()
-
-    with channel(holding) as opened:
-        streams = [stub(opened).ModelStreamInfer(requests()) for _ in range(count)]
-        until(lambda: threads_of(holding) >= before + count)
-        gone = answered(holding, 499)
-        for stream in streams:
-            stream.cancel()
-        until(lambda: answered(holding, 499) == gone + count)
-        is_over.set()
-    # Those that answer stay for the next, those that read do not.
-    until(lambda: threads_of(holding) <= before + count)
-    with connected(holding) as client:
-        assert client.infer("classifier", texts_in(FULL)).as_numpy("logits").shape == (len(FULL), 3)
-
-
-def test_too_many_calls_and_none_that_was_taken_is_lost(classifier: Bundle) -> None:
-    with served(str(classifier.path), *HOLDING, "--max-queue", "50") as small, channel(small) as opened:
-        calls = [stub(opened).ModelInfer.future(one_text()) for _ in range(150)]
-        until(lambda: sum(call.done() for call in calls) == 100)
-        for call in calls:
-            if call.done():
-                assert call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert "50 requests are waiting" in call.details()
-                assert float(dict(call.trailing_metadata())["retry-after"]) > 0
-        taken = [call for call in calls if not call.done()]
-        with connected(small) as client:
-            assert client.is_server_live()
-            refused(client.infer, "RESOURCE_EXHAUSTED", "50 requests are waiting", "classifier", texts_in(TEXTS))
-        small.process.terminate()
-        assert {call.result(timeout=30).model_name for call in taken} == {"classifier"}
-        small.process.wait(timeout=30)
-
-
-def test_more_calls_than_there_are_threads(server: Server, classifier: Bundle) -> None:
-    """Each stream holds one for as long as it is open."""
-    from hasten.server.grpc_v2 import _CALLS
-
-    is_over = threading.Event()
-
-    def requests() -> Iterator[Any]:
-        is_over.wait()
-        yield from ()
-
-    with channel(server) as opened, connected(server) as client:
-        streams = [stub(opened).ModelStreamInfer(requests()) for _ in range(_CALLS)]
-
-        def state() -> str:
-            try:
-                stub(opened).ModelInfer(one_text(), timeout=20)
-            except grpc.RpcError as error:
-                assert f"{_CALLS} calls are waiting" in error.details()
-                assert float(dict(error.trailing_metadata())["retry-after"]) > 0
-                return error.code().name
-            return "OK"
-
-        until(lambda: state() == "RESOURCE_EXHAUSTED")
-        assert client.is_server_live()
-        assert client.is_server_ready()
-        is_over.set()
-        assert [list(stream) for stream in streams] == [[]] * _CALLS
-        until(lambda: state() == "OK")
-
-
-def test_those_who_watch_its_health_hold_no_thread_and_are_told_when_it_stops(classifier: Bundle) -> None:
-    pb = pytest.importorskip("grpc_health.v1.health_pb2", reason="grpcio-health-checking is not installed")
-    from grpc_health.v1.health_pb2_grpc import HealthStub
-
-    with served(str(classifier.path)) as watched, channel(watched) as opened, connected(watched) as client:
-        watches = [HealthStub(opened).Watch(pb.HealthCheckRequest(service=SERVICE)) for _ in range(600)]
-        assert {next(watch).status for watch in watches} == {pb.HealthCheckResponse.SERVING}
-        assert threads_of(watched) < len(watches)
-        assert client.infer("classifier", texts_in(TEXTS)) is not None
-        watched.process.terminate()
-        assert {next(watch).status for watch in watches} == {pb.HealthCheckResponse.NOT_SERVING}
-        # Which would be its whole time to drain, were they waited for.
-        watched.process.wait(timeout=20)
-
-
-# Who may ask
-
-
-def test_keys(classifier: Bundle) -> None:
-    with served(str(classifier.path), HASTEN_API_KEYS="first,second") as guarded, connected(guarded) as client:
-        assert client.is_server_live()
-        assert client.is_server_ready()
-        assert client.is_model_ready("classifier")
-        for headers in (None, {"authorization": "Bearer third"}):
-            refused(client.infer, "UNAUTHENTICATED", "API key", "classifier", texts_in(TEXTS), headers=headers)
-            refused(client.get_model_metadata, "UNAUTHENTICATED", "API key", "classifier", headers=headers)
-        found: queue.Queue[Any] = queue.Queue()
-        client.start_stream(lambda result, error: found.put(error or result))
-        client.async_stream_infer("classifier", texts_in(TEXTS))
-        assert "API key" in str(found.get(timeout=30))
-        client.stop_stream()
-        for key in ("first", "second"):
-            assert client.infer("classifier", texts_in(TEXTS), headers={"authorization": f"Bearer {key}"}) is not None
-
-
-def test_tls(classifier: Bundle, tmp_path: Path) -> None:
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl, which makes the certificate, is not installed")
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", key, "-out", certificate],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    with served(str(classifier.path), "--tls-cert", str(certificate), "--tls-key", str(key)) as safe:
-        with connected(safe, ssl=True, root_certificates=str(certificate)) as client:
-            assert client.infer("classifier", texts_in(TEXTS)).as_numpy("logits").shape == (2, 3)
-        with channel(safe) as opened, pytest.raises(grpc.RpcError) as error:
-            stub(opened).ModelInfer(one_text(), timeout=20)
-        assert error.value.code() is grpc.StatusCode.UNAVAILABLE

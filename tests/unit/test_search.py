@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hasten.backends import Artifact
-from hasten.builder.choose import front
+from hasten.builder.choose import front, rank
 from hasten.builder.search import Search, Trial, ladder
 from hasten.core.errors import HastenError, InputError, PlanError, StageError, UnsupportedError
 from hasten.core.progress import Silent
@@ -140,6 +140,18 @@ def timed(shape: Shape, speeds: dict[str, float]) -> Bench:
     even = Interval(1.0, 1.0, 1.0)
     timings = [Timing(name, shape, 9, speed, speed, None, 1.0, even, ()) for name, speed in speeds.items()]
     return Bench("slow", tuple(timings), (), None)
+
+
+def test_whoever_lost_in_another_heat_is_not_taken_for_faster() -> None:
+    shape = Shape(8, 128)
+    names = ["onnxruntime-fp32", "onnxruntime-int8", "openvino-fp32", "openvino-bf16", "graph-fp32"]
+    here = timed(shape, dict(zip(names, [5.0, 3.0, 2.0, 4.0, 4.5], strict=True)))
+    final = timed(Shape(1, 16), dict.fromkeys(["onnxruntime-int8", "openvino-bf16", "graph-fp32"], 1.0))
+    bench = Bench("graph-fp32", (*here.timings, *final.timings), ())
+    ranking = rank(bench, shape, [Variant.parse(name) for name in names])
+    assert [variant.name for variant in ranking] == [names[place] for place in (1, 3, 2, 4, 0)]
+    # Where there was no final, their own times tell.
+    assert [variant.name for variant in rank(here, shape, ranking)] == [names[place] for place in (2, 1, 3, 4, 0)]
 
 
 def test_the_front_leaves_out_what_is_slower_and_no_nearer() -> None:

@@ -73,10 +73,16 @@ def _is_made_from(backend: str, baseline: str) -> bool:
 def rank(bench: Bench, shape: Shape, eligible: Sequence[Variant]) -> list[Variant]:
     """Eligible variants that a bundle may hold, fastest first at this shape."""
     timings = bench.at(shape)
-    # Those that were timed at other shapes too: of several heats, the times of losers are not to be held against them.
-    finalists = {timing.variant for timing in bench.timings if timing.shape != shape}
-    stored = [variant for variant in eligible if BACKENDS.get(variant.backend).is_stored]
-    return sorted(stored, key=lambda variant: (variant.name not in finalists, timings[variant.name].p50_ms))
+    finalists = {timing.variant for timing in bench.timings if timing.shape != shape} - {bench.baseline}
+    slowest = max((timings[name].p50_ms for name in finalists), default=0.0)
+
+    def time(variant: Variant) -> tuple[float, bool]:
+        is_final = variant.name in (*finalists, bench.baseline)
+        # Whoever lost in another heat, at another time, is not taken for faster than a finalist.
+        own = timings[variant.name].p50_ms
+        return (own if is_final else max(own, slowest)), not is_final
+
+    return sorted((variant for variant in eligible if BACKENDS.get(variant.backend).is_stored), key=time)
 
 
 def explain(

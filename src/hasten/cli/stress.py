@@ -8,7 +8,7 @@ import io
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hasten.cli import console
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from hasten.stress.load import Run, Standing
     from hasten.stress.sweep import Sweep
-
-Result = TypeVar("Result")
 
 _BAR_WIDTH, _DRAWING_WIDTH = 60, 120
 _MOST_RATE = 1e6
@@ -81,7 +79,9 @@ def main(args: argparse.Namespace) -> int:
         progress.finish(f"p99 {run.p99_ms:.1f} ms, {run.errors} errors")
         return run
 
-    result = _with_uvloop(sweep(run_at, args.rate, args.objective) if args.sweep else run_at(args.rate))
+    work: Coroutine[Any, Any, Run | Sweep]
+    work = sweep(run_at, args.rate, args.objective) if args.sweep else run_at(args.rate)
+    result = _with_uvloop(work)
     if args.json:
         console.print_json(result)
     else:
@@ -100,12 +100,13 @@ def _allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _with_uvloop(work: Coroutine[None, None, Result]) -> Result:
+def _with_uvloop(work: Coroutine[Any, Any, Run | Sweep]) -> Run | Sweep:
     try:
         import uvloop
     except ImportError:
         return asyncio.run(work)
-    return uvloop.run(work)
+    result: Run | Sweep = uvloop.run(work)
+    return result
 
 
 def _print(out: Console, result: Run | Sweep) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import TypeVar
 
@@ -28,6 +29,11 @@ PROTOCOLS: tuple[tuple[str, Sequence[Route]], ...] = (
     ("openai", openai.ROUTES),
     ("tei", tei.ROUTES),
 )
+
+
+# A body that is larger takes long enough to read for others to notice, where the event loop does it.
+_LARGE_BYTES = 2**16
+_READERS = 2
 
 
 class State(StrEnum):
@@ -56,6 +62,7 @@ class App:
         self._watchers = (metrics.on_seen, *watchers)
         self._hang_s = hang_s
         self._on_close = on_close
+        self._readers = ThreadPoolExecutor(_READERS, "read")
         self._router = Router([route for _, routes in PROTOCOLS for route in routes] + operations.routes(self))
 
     @property
@@ -73,6 +80,18 @@ class App:
 
     def __call__(self, exchange: Exchange) -> None:
         exchange.watch = self.watch
+        if len(exchange.body) > _LARGE_BYTES:
+            self._readers.submit(self._read, exchange)
+        else:
+            self._answer(exchange)
+
+    def _read(self, exchange: Exchange) -> None:
+        self._answer(exchange)
+        if exchange.is_closed and exchange.on_close is not None:
+            # The client may have left before there was anything to withdraw.
+            exchange.on_close()
+
+    def _answer(self, exchange: Exchange) -> None:
         try:
             route, names = self._router.find(exchange.method, exchange.path)
             exchange.tell = route.tell

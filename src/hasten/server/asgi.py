@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any
+from urllib.parse import quote
 
 from hasten.core.errors import TooLargeError
 from hasten.server.connection import HttpLimits
@@ -43,9 +44,13 @@ class Asgi:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Response] = loop.create_future()
 
+        def give(response: Response) -> None:
+            if not answer.done():
+                answer.set_result(response)
+
         def reply(response: Response) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(response))
+                loop.call_soon_threadsafe(give, response)
 
         body = await self._body(receive)
         if body is None:
@@ -53,10 +58,11 @@ class Asgi:
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         query, limit = scope["query_string"].decode("latin-1"), self._limits.body_bytes
-        exchange = Exchange(scope["method"], scope["path"], query, headers, body, reply, limit)
+        exchange = Exchange(scope["method"], quote(scope["path"]), query, headers, body, reply, limit)
         self._app(exchange)
         gone = asyncio.ensure_future(_until_gone(receive))
-        await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
+        both: list[asyncio.Future[Any]] = [answer, gone]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
         if answer.done():
             await _send(send, answer.result(), exchange.id, has_body=scope["method"] != "HEAD")

@@ -26,7 +26,7 @@ from hasten.server.watch import Seen, Watcher, request_id
 
 Body = TypeVar("Body")
 
-JSON = "application/json"
+JSON, TEXT, BINARY = "application/json", "text/plain", "application/octet-stream"
 REQUEST_ID = "x-request-id"
 
 # What went wrong to what HTTP calls it; the first that fits counts. What is not here is our own fault.
@@ -55,7 +55,7 @@ class Response:
 
     @classmethod
     def text(cls, text: str, status: int = 200) -> Response:
-        return cls(status, text.encode(), "text/plain; charset=utf-8")
+        return cls(status, text.encode(), f"{TEXT}; charset=utf-8")
 
 
 def tell_plainly(error: HastenError) -> object:

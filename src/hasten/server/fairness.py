@@ -33,13 +33,15 @@ class Turns:
     def __init__(self, cores: int) -> None:
         self._cores = self._free = cores
         self._seats: list[Seat] = []
+        # What whoever had the last turn had been served before it: where those are who are not idle.
+        self._now = 0.0
         self._change = threading.Condition()
 
     def join(self, cores: int = 1) -> Seat:
+        """A model whose sessions take so many cores each."""
         with self._change:
             # A newcomer starts where the others are, not with the right to all they have had.
-            served = min((other.served for other in self._seats), default=0.0)
-            seat = Seat(self, min(cores, self._cores), served)
+            seat = Seat(self, min(cores, self._cores), self._now)
             self._seats.append(seat)
             return seat
 
@@ -49,13 +51,14 @@ class Turns:
 
     def enter(self, seat: Seat, tokens: int) -> None:
         with self._change:
+            if not seat.waiting:
+                # Nor has whoever was idle a claim on what it did not want.
+                seat.served = max(seat.served, self._now)
             seat.waiting += 1
-            if not any(other.waiting for other in self._seats if other is not seat):
-                # Whoever was idle has no claim on the time that nobody wanted.
-                seat.served = max(seat.served, min(other.served for other in self._seats))
             while self._free < seat.cores or self._next() is not seat:
                 self._change.wait()
             seat.waiting -= 1
+            self._now = max(self._now, seat.served)
             seat.served += tokens
             self._free -= seat.cores
             if self._free:

@@ -53,7 +53,7 @@ _UNKNOWN = (
 )
 # Calls at once, each of which holds a thread; and threads beyond them, so that whoever is refused, or asks for the
 # server's health, is answered at once. grpcio's own limit on calls would refuse those who ask for health too.
-_CALLS = 512
+CALLS = 512
 _SPARE = 16
 _RETRY_S = 1.0
 # A client that is no longer there, but never said so, is given up after both.
@@ -69,7 +69,7 @@ class GrpcServer:
         except ImportError as error:
             raise missing_package("grpcio", "gRPC", "serve") from error
         options = {"grpc.max_receive_message_length": most_bytes, "grpc.so_reuseport": 0, **_KEEPALIVE_MS}
-        self._server = grpc.server(ThreadPoolExecutor(_CALLS + _SPARE, "grpc"), options=list(options.items()))
+        self._server = grpc.server(ThreadPoolExecutor(CALLS + _SPARE, "grpc"), options=list(options.items()))
         self._server.add_generic_rpc_handlers([_Service(app).handler()])
         self._health, self._status = health.HealthServicer(), health_pb2.HealthCheckResponse
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -119,7 +119,7 @@ class _Pools:
 class _Service:
     def __init__(self, app: App) -> None:
         self._app = app
-        self._free = threading.Semaphore(_CALLS)
+        self._free = threading.Semaphore(CALLS)
 
     def handler(self) -> Any:
         """Requests come as bytes: what cannot be read is the client's fault, and grpcio would call it ours."""
@@ -173,7 +173,7 @@ class _Service:
             return
         self._app.admit(call.metadata.get("authorization", ""))
         if not self._free.acquire(blocking=False):
-            raise OverloadedError(f"{_CALLS} calls are waiting", retry_after_s=_RETRY_S)
+            raise OverloadedError(f"{CALLS} calls are waiting", retry_after_s=_RETRY_S)
         try:
             yield
         finally:

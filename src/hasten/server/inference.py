@@ -26,7 +26,7 @@ Tensor = np.ndarray[Any, Any]
 VERSION = "1"
 ANSWER = "answer"
 BYTES = "BYTES"
-_IDS = "input_ids"
+_IDS, _TYPE_IDS = "input_ids", "token_type_ids"
 _TYPES = {
     "BOOL": np.bool_, "UINT8": np.uint8, "UINT16": np.uint16, "UINT32": np.uint32, "UINT64": np.uint64,
     "INT8": np.int8, "INT16": np.int16, "INT32": np.int32, "INT64": np.int64,
@@ -35,8 +35,10 @@ _TYPES = {
 _NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
 _MOST_VALUES = 2**28
 # What values may be where they come one by one, by the kind of the tensor; NumPy would make numbers of strings.
-_VALUES = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
+_VALUES: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 _REFUSED = ("shared_memory_region", "classification")
+_MOST_AXES = 8
+_MOST_US = 10**15
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ def infer(
     if not all(type(number) is int and 0 <= number < 2**64 for number in (priority, timeout)):
         raise InputError("priority and timeout are whole numbers, from 0 on")
     # In microseconds, as tritonserver has it; zero stands for none.
-    timeout_s = timeout / 1e6 if timeout else None
+    timeout_s = min(timeout, _MOST_US) / 1e6 if timeout else None
     if is_tokens:
         return served.submit(lambda: rows_of(served, tensors), decode, on_done, priority=priority, timeout_s=timeout_s)
     return served.ask(lambda: items_of(served, tensors), decode, on_done, priority=priority, timeout_s=timeout_s)
@@ -123,7 +125,8 @@ def describe(served: Served) -> Metadata:
         served.name,
         [VERSION],
         f"hasten_{served.variant}",
-        [Described(name, BYTES, [-1]) for name in _fields(served)],
+        # All that a client must send; some tasks take a text_pair as well.
+        [Described(name, BYTES, [-1]) for name in served.task.fields],
         [*outputs, Described(ANSWER, BYTES, [-1])],
     )
 
@@ -192,7 +195,7 @@ def to_text(name: str, data: bytes | memoryview) -> str:
 
 
 def check_shape(name: str, shape: Sequence[int]) -> None:
-    if any(size < 0 for size in shape) or prod(shape) > _MOST_VALUES:
+    if len(shape) > _MOST_AXES or any(not 0 <= size <= _MOST_VALUES for size in shape) or prod(shape) > _MOST_VALUES:
         raise InputError(f"input '{name}' has the shape {list(shape)}")
 
 
@@ -223,7 +226,7 @@ def rows_of(served: Served, tensors: Mapping[str, Tensor]) -> Encoded:
     signature = served.signature
     names = [spec.name for spec in signature.inputs]
     for name, tensor in tensors.items():
-        if name not in names and name not in (ATTENTION_MASK, "token_type_ids"):
+        if name not in names and name not in (ATTENTION_MASK, _TYPE_IDS):
             raise InputError(f"the model has no input '{name}'", hint=f"it takes {', '.join(names)}")
         if tensor.dtype.kind not in "iu" or tensor.ndim != 2 or tensor.shape != tensors[_IDS].shape:
             raise InputError(f"input '{name}' must be integers of the same shape as input_ids, [n, tokens]")
@@ -240,6 +243,9 @@ def rows_of(served: Served, tensors: Mapping[str, Tensor]) -> Encoded:
         raise InputError("attention_mask must be ones, then zeros, with at least one 1 in each row")
     if lengths.max() > signature.max_length:
         raise InputError(f"a row has {lengths.max()} tokens, and the model takes {signature.max_length}")
+    types = tensors.get(_TYPE_IDS) if _TYPE_IDS in names else None
+    if types is not None and (types.min() < 0 or types.max() > served.token_types):
+        raise InputError(f"a token type is not between 0 and {served.token_types}")
     columns = {}
     for spec in signature.inputs:
         if spec.name != ATTENTION_MASK:
@@ -265,7 +271,7 @@ def _list_or_text(value: str) -> object:
     if value.startswith("["):
         try:
             return msgspec.json.decode(value)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             pass
     return value
 

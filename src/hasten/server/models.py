@@ -93,7 +93,5 @@ class Models:
 def repository(models: Models) -> list[dict[str, str]]:
     """All that were ever loaded, and whether they are there: the index of the v2 protocol."""
     there = {served.name for served in models}
-    return [
-        {"name": name, "version": "1", "state": READY if name in there else "UNAVAILABLE", "reason": ""}
-        for name in models.paths
-    ]
+    gone = {"state": "UNAVAILABLE", "reason": "unloaded"}
+    return [{"name": name, "version": "1", **({"state": READY} if name in there else gone)} for name in models.paths]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from typing import Literal
+from typing import Literal, TypedDict
 
 import msgspec
 import numpy as np
@@ -32,6 +32,37 @@ class EmbeddingRequest(msgspec.Struct):
     user: str | None = None
 
 
+class Embedding(TypedDict):
+    object: Literal["embedding"]
+    index: int
+    # In base64: the numbers as little-endian floats of 32 bits.
+    embedding: list[float] | str
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(TypedDict):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: Usage
+
+
+class ModelEntry(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
 def embeddings(call: Call) -> None:
     request = call.exchange.read_json(EmbeddingRequest)
     served = call.only(request.model, gives_embeddings)
@@ -46,22 +77,22 @@ def embeddings(call: Call) -> None:
     def decode(outputs: Outputs, encoded: Encoded) -> Response:
         vectors = _shortened(outputs[served.task.outputs[0]], request.dimensions)
         data = [
-            {"object": "embedding", "index": place, "embedding": _written(vector, request.encoding_format)}
+            Embedding(object="embedding", index=place, embedding=_written(vector, request.encoding_format))
             for place, vector in enumerate(vectors)
         ]
         tokens = encoded.batch.tokens
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return Response.json({"object": "list", "data": data, "model": served.name, "usage": usage})
+        usage = Usage(prompt_tokens=tokens, total_tokens=tokens)
+        return Response.json(Embeddings(object="list", data=data, model=served.name, usage=usage))
 
     call.exchange.on_close = served.ask(lambda: texts, decode, call.done)
 
 
 def models(call: Call) -> None:
     entries = [
-        {"id": served.name, "object": "model", "created": int(served.since), "owned_by": "hasten"}
+        ModelEntry(id=served.name, object="model", created=int(served.since), owned_by="hasten")
         for served in call.models
     ]
-    call.exchange.reply(Response.json({"object": "list", "data": entries}))
+    call.exchange.reply(Response.json(ModelList(object="list", data=entries)))
 
 
 def tell(error: HastenError) -> object:
@@ -82,13 +113,15 @@ def _shortened(vectors: FloatArray, dimensions: int | None) -> FloatArray:
     return short / np.where(lengths == 0, 1, lengths)
 
 
-def _written(vector: FloatArray, form: str) -> object:
+def _written(vector: FloatArray, form: str) -> list[float] | str:
     if form == "float":
-        return vector.tolist()
+        return list(vector.tolist())
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
 ROUTES = (
-    Route("POST", "/v1/embeddings", embeddings, "Embeddings as OpenAI gives them", EmbeddingRequest, tell=tell),
-    Route("GET", "/v1/models", models, "The models served here", tell=tell),
+    Route(
+        "POST", "/v1/embeddings", embeddings, "Embeddings as OpenAI gives them", EmbeddingRequest, Embeddings, tell=tell
+    ),
+    Route("GET", "/v1/models", models, "The models served here", answer=ModelList, tell=tell),
 )

@@ -251,6 +251,7 @@ def _model_settings(settings: Settings) -> ModelSettings:
     limits = Limits(
         requests=settings.max_queue,
         wait_s=settings.max_queue_time,
+        slowdown=settings.max_slowdown,
         tokens_per_batch=settings.batch_tokens or Limits().tokens_per_batch,
     )
     return ModelSettings(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +33,9 @@ _TEST_ROWS = 16
 # What is broken answers none of them. A variant of less precision answers a few otherwise, as its build has measured;
 # among so few rows there may by chance be so many more of those.
 _TEST_SLACK = 0.2
+# How many tokens a text has is known when it is tokenized, all of it, whatever is cut off then; a few million
+# characters take seconds and hundreds of megabytes. No language needs so many for a token.
+_CHARACTERS_PER_TOKEN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,12 @@ class Served:
         # What is read of it is held against its hash: the other variants need not be.
         return cls(name, open_bundle(path), settings, turns, observer)
 
+    @cached_property
+    def token_types(self) -> int:
+        """The highest that the tokenizer gives: runtimes look up others beyond the end of a table."""
+        types = self.tokenizer.encode([("a", "a")]).batch.values.get("token_type_ids")
+        return 0 if types is None else int(types.max())
+
     def ask(
         self,
         payload: Callable[[], object],
@@ -96,7 +106,10 @@ class Served:
         """Rows of a payload through the engine; what is called to withdraw it is returned."""
 
         def encode() -> Encoded:
-            items = self.task.parse(payload())
+            given = payload()
+            if (size := _characters(given)) > _CHARACTERS_PER_TOKEN * self.settings.tokens:
+                raise TooLargeError(f"{size} characters are more than {_CHARACTERS_PER_TOKEN * self.settings.tokens}")
+            items = self.task.parse(given)
             if len(items) > self.settings.items:
                 raise TooLargeError(f"{len(items)} items are more than {self.settings.items}")
             chosen = options if options is not None else self.task.options(self.spec, {})
@@ -154,6 +167,14 @@ def _warming(artifact: Artifact, shapes: Shapes) -> list[Shape]:
     if artifact.variant.device != CPU:
         return shapes.grid()
     return [Shape(shapes.batch.min, shapes.sequence.min), shapes.optimal]
+
+
+def _characters(given: object) -> int:
+    if isinstance(given, str):
+        return len(given)
+    if isinstance(given, Mapping):
+        given = list(given.values())
+    return sum(map(_characters, given)) if isinstance(given, list | tuple) else 0
 
 
 def _arrange(artifact: Artifact, bundle: Bundle, settings: ModelSettings) -> tuple[int, int]:

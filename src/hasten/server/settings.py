@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import tomllib
@@ -44,6 +45,16 @@ def _size(text: str) -> int:
     if not number.strip().isdecimal() or unit not in _BYTES:
         raise PlanError(f"'{text}' is not a size", hint="write 512KB, 32MB or 1GB")
     return int(number) * _BYTES[unit]
+
+
+def _factor(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 1 < number < math.inf:
+        raise PlanError(f"'{text}' is not a number above 1", hint="write 3, or 2.5")
+    return number
 
 
 def _flag(text: str) -> bool:
@@ -108,6 +119,9 @@ class Settings:
 
     max_queue: Annotated[int, Option(_count, "N", "more requests than this get 429", _LIMITS)] = 2048
     max_queue_time: Annotated[float, Option(_time, "TIME", "so do those that would wait longer", _LIMITS)] = 5.0
+    max_slowdown: Annotated[
+        float | None, Option(_factor, "N", "and those that would take N times as long as alone", _LIMITS)
+    ] = None
     max_body: Annotated[int, Option(_size, "SIZE", "larger bodies get 413", _LIMITS)] = 32 * 2**20
     max_items: Annotated[int, Option(_count, "N", "texts of one request, at most", _LIMITS)] = 1024
     max_tokens: Annotated[int, Option(_count, "N", "tokens of one request, at most", _LIMITS)] = 2**18

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NotRequired, TypedDict
+
 import msgspec
 import numpy as np
 
@@ -12,6 +14,7 @@ from hasten.server.exchange import Response, status_of
 from hasten.server.routes import Call, Route
 from hasten.server.served import Served
 from hasten.tasks import Encoded
+from hasten.tasks.text_classification import Scoring, apply_scoring
 
 
 class EmbedRequest(msgspec.Struct):
@@ -29,6 +32,23 @@ class RerankRequest(msgspec.Struct):
     return_text: bool = False
     truncate: bool = False
     model: str = ""
+
+
+class Rank(TypedDict):
+    index: int
+    score: float
+    text: NotRequired[str]
+
+
+class Info(TypedDict):
+    model_id: str
+    model_sha: str | None
+    model_dtype: str
+    model_type: str
+    max_input_length: int
+    max_client_batch_size: int
+    max_batch_tokens: int
+    version: str
 
 
 def embed(call: Call) -> None:
@@ -63,11 +83,11 @@ def rerank(call: Call) -> None:
     def decode(outputs: Outputs, encoded: Encoded) -> Response:
         _refuse_long(encoded, request.truncate, served)
         raw = outputs[served.task.outputs[0]][:, 0].astype(np.float64)
-        scores = raw if request.raw_scores else 1 / (1 + np.exp(-raw))
-        ranks: list[dict[str, object]] = []
-        for place in np.argsort(-scores, kind="stable"):
-            text = {"text": request.texts[place]} if request.return_text else {}
-            ranks.append({"index": int(place), "score": float(scores[place]), **text})
+        scores = raw if request.raw_scores else apply_scoring(raw, Scoring.SIGMOID)
+        ranks: list[Rank] = []
+        for place in np.argsort(-scores, kind="stable").tolist():
+            rank = Rank(index=place, score=float(scores[place]))
+            ranks.append({**rank, "text": request.texts[place]} if request.return_text else rank)
         return Response.json(ranks)
 
     item = {"query": request.query, "documents": request.texts}
@@ -79,16 +99,16 @@ def info(call: Call) -> None:
     about = served.bundle.manifest
     call.exchange.reply(
         Response.json(
-            {
-                "model_id": about.model.id,
-                "model_sha": about.model.revision,
-                "model_dtype": served.variant.precision,
-                "model_type": about.task.name,
-                "max_input_length": served.signature.max_length,
-                "max_client_batch_size": served.settings.items,
-                "max_batch_tokens": served.settings.limits.tokens_per_batch,
-                "version": __version__,
-            }
+            Info(
+                model_id=about.model.id,
+                model_sha=about.model.revision,
+                model_dtype=served.variant.precision,
+                model_type=about.task.name,
+                max_input_length=served.signature.max_length,
+                max_client_batch_size=served.settings.items,
+                max_batch_tokens=served.settings.limits.tokens_per_batch,
+                version=__version__,
+            )
         )
     )
 
@@ -120,7 +140,15 @@ def _refuse_long(encoded: Encoded, truncates: bool, served: Served) -> None:
 
 
 ROUTES = (
-    Route("POST", "/embed", embed, "Embeddings as text-embeddings-inference gives them", EmbedRequest, tell=tell),
-    Route("POST", "/rerank", rerank, "Documents in the order of their relevance", RerankRequest, tell=tell),
-    Route("GET", "/info", info, "What is served here", tell=tell),
+    Route(
+        "POST",
+        "/embed",
+        embed,
+        "Embeddings as text-embeddings-inference gives them",
+        EmbedRequest,
+        list[list[float]],
+        tell=tell,
+    ),
+    Route("POST", "/rerank", rerank, "Documents in the order of their relevance", RerankRequest, list[Rank], tell=tell),
+    Route("GET", "/info", info, "What is served here", answer=Info, tell=tell),
 )

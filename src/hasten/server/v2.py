@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import msgspec
 
 from hasten.core.errors import HastenError, InputError, StageError
 from hasten.core.version import __version__
 from hasten.server.engine import Measured
-from hasten.server.exchange import Exchange, Response, read_json
+from hasten.server.exchange import BINARY, JSON, TEXT, Exchange, Response, read_json
 from hasten.server.inference import (
     VERSION,
     Inference,
+    Metadata,
     Output,
     Tensor,
     check_load,
@@ -34,6 +35,7 @@ logger = logging.getLogger("hasten")
 
 HEADER_LENGTH = "inference-header-content-length"
 EXTENSIONS = ("binary_tensor_data", "model_repository")
+_FORMS = (JSON, BINARY)
 _DEEPEST = 8
 # Python itself refuses to read numbers of thousands of digits.
 _LONGEST_NUMBER = 18
@@ -59,6 +61,28 @@ class InferRequest(msgspec.Struct):
     parameters: dict[str, Any] = {}
 
 
+class OutputTensor(TypedDict):
+    name: str
+    datatype: str
+    shape: list[int]
+    # Not where it follows in binary.
+    data: NotRequired[list[Any]]
+    parameters: NotRequired[dict[str, int]]
+
+
+class InferAnswer(TypedDict):
+    model_name: str
+    model_version: str
+    id: NotRequired[str]
+    outputs: list[OutputTensor]
+
+
+class ServerMetadata(TypedDict):
+    name: str
+    version: str
+    extensions: list[str]
+
+
 class RepositoryRequest(msgspec.Struct):
     ready: bool = False
     parameters: dict[str, Any] = {}
@@ -68,8 +92,10 @@ def infer(call: Call) -> None:
     served = _found(call)
     request, tail = _read(call.exchange)
     outputs = tuple(output.name for output in request.outputs)
-    for tensor in (*request.inputs, *request.outputs):
+    for tensor in request.inputs:
         refuse_parameters(tensor.name, tensor.parameters)
+    for wanted in request.outputs:
+        refuse_parameters(wanted.name, wanted.parameters)
 
     def done(answer: list[Output] | HastenError, measured: Measured | None) -> None:
         if isinstance(answer, HastenError):
@@ -81,7 +107,7 @@ def infer(call: Call) -> None:
 
 
 def server_metadata(call: Call) -> None:
-    call.exchange.reply(Response.json({"name": "hasten", "version": __version__, "extensions": EXTENSIONS}))
+    call.exchange.reply(Response.json(ServerMetadata(name="hasten", version=__version__, extensions=list(EXTENSIONS))))
 
 
 def model_metadata(call: Call) -> None:
@@ -140,7 +166,7 @@ def _read(exchange: Exchange) -> tuple[InferRequest, memoryview]:
     if length is None:
         return read_json(body, InferRequest), body[:0]
     if not length.isdecimal() or len(length) > _LONGEST_NUMBER or int(length) > len(body):
-        raise InputError(f"{HEADER_LENGTH} is '{length}', and the body has {len(body)} bytes")
+        raise InputError(f"{HEADER_LENGTH} is '{length:.40}', and the body has {len(body)} bytes")
     return read_json(body[: int(length)], InferRequest), body[int(length) :]
 
 
@@ -179,10 +205,10 @@ def _respond(model: str, request: InferRequest, outputs: Sequence[Output]) -> Re
     """Each output in JSON or in binary, as it was asked for."""
     default = bool(request.parameters.get("binary_data_output", False))
     asked = {output.name: bool(output.parameters.get("binary_data", default)) for output in request.outputs}
-    entries: list[dict[str, Any]] = []
+    entries: list[OutputTensor] = []
     blobs: list[bytes] = []
     for output in outputs:
-        entry: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": output.shape}
+        entry = OutputTensor(name=output.name, datatype=output.datatype, shape=output.shape)
         if asked.get(output.name, default):
             blob = output.to_bytes()
             blobs.append(blob)
@@ -190,32 +216,36 @@ def _respond(model: str, request: InferRequest, outputs: Sequence[Output]) -> Re
         else:
             entry["data"] = output.to_list()
         entries.append(entry)
-    head = {"model_name": model, "model_version": VERSION, "outputs": entries}
+    head = InferAnswer(model_name=model, model_version=VERSION, outputs=entries)
     if request.id:
         head["id"] = request.id
     text = msgspec.json.encode(head)
     if not blobs:
         return Response(200, text)
     headers = {"Inference-Header-Content-Length": str(len(text))}
-    return Response(200, b"".join([text, *blobs]), "application/octet-stream", headers)
+    return Response(200, b"".join([text, *blobs]), BINARY, headers)
 
 
 _MODEL = "/v2/models/{model}"
+_VERSION = f"{_MODEL}/versions/{{version}}"
+_SAME = "The same: there is one version"
+_LOAD, _UNLOAD = (f"/v2/repository/models/{{model}}/{what}" for what in ("load", "unload"))
 ROUTES = (
-    Route("POST", f"{_MODEL}/infer", infer, "Tensors in, tensors out", InferRequest),
-    Route("POST", f"{_MODEL}/versions/{{version}}/infer", infer, "The same: there is one version", InferRequest),
-    Route("GET", "/v2", server_metadata, "What this server is"),
-    Route("GET", _MODEL, model_metadata, "What a model takes and gives"),
-    Route("GET", f"{_MODEL}/versions/{{version}}", model_metadata, "The same: there is one version"),
-    Route("GET", f"{_MODEL}/ready", model_ready, "Whether a model is ready", is_open=True),
-    Route("GET", f"{_MODEL}/versions/{{version}}/ready", model_ready, "The same: there is one version", is_open=True),
-    Route("POST", "/v2/repository/index", repository_index, "The models this server knows", RepositoryRequest),
+    Route("POST", f"{_MODEL}/infer", infer, "Tensors in, tensors out", InferRequest, InferAnswer, _FORMS),
+    Route("POST", f"{_VERSION}/infer", infer, _SAME, InferRequest, InferAnswer, _FORMS),
+    Route("GET", "/v2", server_metadata, "What this server is", answer=ServerMetadata),
+    Route("GET", _MODEL, model_metadata, "What a model takes and gives", answer=Metadata),
+    Route("GET", _VERSION, model_metadata, _SAME, answer=Metadata),
+    Route("GET", f"{_MODEL}/ready", model_ready, "Whether a model is ready", None, str, (TEXT,), is_open=True),
+    Route("GET", f"{_VERSION}/ready", model_ready, _SAME, None, str, (TEXT,), is_open=True),
     Route(
         "POST",
-        "/v2/repository/models/{model}/load",
-        repository_load,
-        "Load a model, or load it again",
+        "/v2/repository/index",
+        repository_index,
+        "The models this server knows",
         RepositoryRequest,
+        list[dict[str, str]],
     ),
-    Route("POST", "/v2/repository/models/{model}/unload", repository_unload, "Take a model away"),
+    Route("POST", _LOAD, repository_load, "Load a model, or load it again", RepositoryRequest, str, (TEXT,)),
+    Route("POST", _UNLOAD, repository_unload, "Take a model away", None, str, (TEXT,)),
 )
