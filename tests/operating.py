@@ -48,7 +48,10 @@ class Running:
         self._log, self._out = folder / f"log-{number}", folder / f"out-{number}"
         command = [sys.executable, "-m", "hasten", "serve", *words, "--log", form]
         with self._log.open("wb") as log, self._out.open("wb") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=log, env={**os.environ, **environment})
+            # A group of its own, as a shell gives it: Ctrl-C goes to all of it.
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=log, env={**os.environ, **environment}, process_group=0
+            )
 
     @property
     def log(self) -> str:

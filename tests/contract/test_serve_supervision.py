@@ -15,6 +15,8 @@ from operating import (
     BODY,
     QUIET,
     Running,
+    is_refused,
+    is_waited_for,
     obstinacy,
     predict,
     request,
@@ -92,6 +94,25 @@ def answers(server: Running, port: int) -> bool:
         return predict(server, port=port) == 200
     except (OSError, http.client.HTTPException):
         return False
+
+
+def test_ctrl_c_reaches_a_supervised_server_once(obstinate_bundle: Bundle, tmp_path: Path) -> None:
+    """Twice would mean at once, and what was taken would be lost."""
+    words = (str(obstinate_bundle.path), *QUIET, "--supervise", "--drain", "1h")
+    with Running(tmp_path, *words, **obstinacy(obstinate_bundle, tmp_path)) as server:
+        port = server.ready().port
+        (tmp_path / "hang").touch()
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+            client.sendall(request(BODY))
+            until(lambda: is_waited_for(server, port), "the request")
+            child = child_of(server)
+            assert child is not None
+            assert os.getpgid(child) != server.process.pid  # the terminal does not send it to both
+            os.killpg(server.process.pid, signal.SIGINT)
+            until(lambda: is_refused(port), "the socket's end")
+            (tmp_path / "hang").unlink()
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+        assert server.end() == 0
 
 
 def test_without_its_supervisor_it_leaves(classifier_bundle: Bundle, tmp_path: Path) -> None:
