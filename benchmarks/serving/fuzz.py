@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,7 +33,7 @@ from hasten.core.hardware import this_machine
 HERE = Path(__file__).parent
 HANG_S = 10.0
 CLIENTS = 8
-# Of the server after the first tenth, when its threads and caches are there.
+# Of the server in the second half. In the first it comes to hold what the largest requests at once need, and keeps it.
 MOST_GROWTH_BYTES = 64 * 2**20
 # What a client may ask for itself: too much at once, a deadline that is over, a model that was taken away.
 ALLOWED = (503, 504)
@@ -56,6 +56,10 @@ NAMES = (
     "binary_data_size",
     "id",
 )
+
+
+class WrongError(Exception):
+    """What no request may bring about."""
 
 
 class Requests:
@@ -240,12 +244,12 @@ class Client:
         try:
             status = await asyncio.wait_for(self._status(sent), HANG_S)
         except TimeoutError:
-            raise SystemExit(f"request {number} ({route}) got no answer in {HANG_S:g} s: {sent!r:.4000}") from None
+            raise WrongError(f"request {number} ({route}) got no answer in {HANG_S:g} s: {sent!r:.4000}") from None
         except OSError as error:
-            raise SystemExit(f"request {number} ({route}) broke the connection: {error}: {sent!r:.4000}") from None
+            raise WrongError(f"request {number} ({route}) broke the connection: {error}: {sent!r:.4000}") from None
         self._counts[route, status] += 1
         if status >= 500 and status not in ALLOWED:
-            raise SystemExit(f"request {number} ({route}) got {status}: {sent!r:.4000}")
+            raise WrongError(f"request {number} ({route}) got {status}: {sent!r:.4000}")
 
     async def _status(self, sent: bytes) -> int:
         """Zero where the server closed without a word: bytes that were no request to their end."""
@@ -264,12 +268,12 @@ class Client:
                 head = await reader.readuntil(b"\r\n\r\n")
             except asyncio.IncompleteReadError as error:
                 if error.partial:
-                    raise SystemExit(f"half an answer: {error.partial!r} to {sent!r:.4000}") from None
+                    raise WrongError(f"half an answer: {error.partial!r} to {sent!r:.4000}") from None
                 self.close()
                 return 0
             status = int(head[9:12])
         length = re.search(rb"content-length: (\d+)", head)
-        if not sent.startswith(b"HEAD "):
+        if not sent.lstrip(b"\r\n").startswith(b"HEAD "):
             await reader.readexactly(int(length[1]) if length else 0)
         if b"connection: close" in head or not _is_whole(sent):
             self.close()
@@ -283,10 +287,16 @@ class Client:
 
 def _is_whole(sent: bytes) -> bool:
     """Whether it ends where its own headers say, as far as a glance tells."""
-    head, _, body = sent.partition(b"\r\n\r\n")
+    head, end, body = sent.partition(b"\r\n\r\n")
     lengths = re.findall(rb"\r\ncontent-length: (\d+)(?=\r\n|$)", head)
     is_plain = b"transfer-encoding" not in head.lower() and b"upgrade" not in head.lower() and sent.isascii()
-    return is_plain and len(lengths) == 1 and int(lengths[0]) == len(body) and not sent.startswith(b"CONNECT")
+    return (
+        is_plain
+        and bool(end)
+        and len(lengths) == 1
+        and int(lengths[0]) == len(body)
+        and not sent.startswith(b"CONNECT")
+    )
 
 
 class Served:
@@ -302,7 +312,7 @@ class Served:
         assert self.process.stdout is not None
         ready = re.search(r":(\d+)$", self.process.stdout.readline())
         if ready is None:
-            raise SystemExit(f"the server did not start: {errors.read_text()}")
+            raise WrongError(f"the server did not start: {errors.read_text()}")
         self.port = int(ready[1])
 
     def memory_bytes(self) -> int:
@@ -311,9 +321,9 @@ class Served:
 
     def check(self) -> None:
         if self.process.poll() is not None:
-            raise SystemExit(f"the server is dead ({self.process.returncode}): {self._errors.read_text()[-3000:]}")
+            raise WrongError(f"the server is dead ({self.process.returncode}): {self._errors.read_text()[-3000:]}")
         if "Traceback" in (text := self._errors.read_text(errors="replace")):
-            raise SystemExit(f"the server wrote a traceback:\n{text[-3000:]}")
+            raise WrongError(f"the server wrote a traceback:\n{text[-3000:]}")
 
     def stop(self) -> int:
         self.process.terminate()
@@ -330,7 +340,7 @@ async def fuzz(served: Served, models: Sequence[str], total: int, seed: int) -> 
         for number in range(place, total, CLIENTS):
             await client.ask(number)
             done += 1
-            if done == total // 10:
+            if done == total // 2:
                 warm_bytes = served.memory_bytes()
             if done % 1000 == 0:
                 served.check()
@@ -345,7 +355,7 @@ async def fuzz(served: Served, models: Sequence[str], total: int, seed: int) -> 
         client.close()
     grown = served.memory_bytes() - warm_bytes
     if grown > MOST_GROWTH_BYTES:
-        raise SystemExit(f"the server has grown by {grown} bytes")
+        raise WrongError(f"the server has grown by {grown} bytes")
     routes: dict[str, dict[str, int]] = {}
     for (route, status), count in sorted(counts.items()):
         routes.setdefault(route, {})[str(status) if status else "closed"] = count
@@ -354,16 +364,23 @@ async def fuzz(served: Served, models: Sequence[str], total: int, seed: int) -> 
         by_status.update(own)
     return {
         "requests": total, "seconds": round(seconds, 1), "statuses": dict(sorted(by_status.items())), "routes": routes,
-        "memory_bytes": {"after_a_tenth": warm_bytes, "grown": grown},
+        "memory_bytes": {"halfway": warm_bytes, "grown": grown},
     }  # fmt: skip
 
 
-def until_failure(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a client finds wrong ends the run with that alone, not with a group of all that it stopped."""
+def study(bundles: Sequence[Path], errors: Path, total: int, seed: int) -> dict[str, Any]:
+    models = [bundle.resolve().name for bundle in bundles]
+    served = Served(bundles, errors)
     try:
-        return work()
-    except BaseExceptionGroup as group:
+        found = asyncio.run(fuzz(served, models, total, seed))
+        served.check()
+        return {"models": models, **found, "exit_code": served.stop()}
+    except* WrongError as group:
+        # The first alone: all others were stopped by it.
         raise SystemExit(str(group.exceptions[0])) from None
+    finally:
+        served.process.kill()
+        served.process.wait()
 
 
 def main() -> None:
@@ -373,20 +390,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, default=HERE.parent / "results" / "fuzz.json")
     args = parser.parse_args()
-    models = [bundle.resolve().name for bundle in args.bundle]
     with tempfile.TemporaryDirectory(prefix="hasten-fuzz-") as folder:
-        served = Served(args.bundle, Path(folder) / "errors")
-        try:
-            found = until_failure(lambda: asyncio.run(fuzz(served, models, args.requests, args.seed)))
-            served.check()
-            found["exit_code"] = served.stop()
-        finally:
-            served.process.kill()
-            served.process.wait()
+        found = study(args.bundle, Path(folder) / "errors", args.requests, args.seed)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False)
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit.stdout.strip(), "seed": args.seed,
-        "models": models, **found, "machine": this_machine(),
+        **found, "machine": this_machine(),
     }  # fmt: skip
     args.output.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
     print(f"{args.requests} requests in {found['seconds']} s: {found['statuses']}")
