@@ -123,8 +123,9 @@ class Engine:
     def cancel(self, request: Request[Answer]) -> None:
         """The client has left: what was not begun is not done. Nobody is told."""
         request.is_cancelled = True
-        if request.work is not None:
-            request.work.is_cancelled = True
+        work = request.work
+        if work is not None:
+            work.is_cancelled = True
 
     @property
     def waiting(self) -> int:
@@ -266,8 +267,9 @@ class Engine:
         seconds = time.monotonic() - begin
         with self._lock:
             self._admission.ran(job.batch.tokens, len(job.slices), seconds)
-        self._observer.on_batch(job, seconds)
         self._hand_out(job, outputs, seconds)
+        # Counted when those who wait have their answers.
+        self._observer.on_batch(job, seconds)
 
     def _isolate(self, worker: _Worker, job: Job, error: Exception) -> None:
         """A batch failed: those that shared it with the one at fault are run again, each by itself."""
@@ -340,6 +342,8 @@ class Engine:
             self._open -= 1
             if request.work is not None:
                 self._admission.answered(request.work.batch.tokens)
+                # They know each other: without this only the garbage collector, which stops all threads, frees them.
+                request.work = None
             if not self._open:
                 self._all_done.notify_all()
                 if self._is_closing:
