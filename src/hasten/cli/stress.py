@@ -8,7 +8,7 @@ import io
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hasten.cli import console
 
@@ -81,7 +81,11 @@ def main(args: argparse.Namespace) -> int:
         progress.finish(f"p99 {run.p99_ms:.1f} ms, {run.errors} errors")
         return run
 
-    result = _with_uvloop(sweep(run_at, args.rate, args.objective) if args.sweep else run_at(args.rate))
+    result: Run | Sweep
+    if args.sweep:
+        result = _with_uvloop(sweep(run_at, args.rate, args.objective))
+    else:
+        result = _with_uvloop(run_at(args.rate))
     if args.json:
         console.print_json(result)
     else:
@@ -100,12 +104,13 @@ def _allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _with_uvloop(work: Coroutine[None, None, Result]) -> Result:
+def _with_uvloop(work: Coroutine[Any, Any, Result]) -> Result:
     try:
         import uvloop
     except ImportError:
         return asyncio.run(work)
-    return uvloop.run(work)
+    found: Result = uvloop.run(work)
+    return found
 
 
 def _print(out: Console, result: Run | Sweep) -> None:
