@@ -271,11 +271,12 @@ class Engine:
         seconds = time.monotonic() - begin
         with self._lock:
             self._admission.ran(job.batch.tokens, len(job.slices), seconds)
+        self._hand_out(job, parts, seconds)
+        # Counted when those who wait have their answers.
         try:
             self._observer.on_batch(job, seconds)
         except Exception:
             logger.exception("a batch could not be counted")
-        self._hand_out(job, parts, seconds)
 
     def _isolate(self, worker: _Worker, job: Job, error: Exception) -> None:
         """A batch failed: it is run again in halves, until the one at fault is by itself."""
@@ -364,6 +365,8 @@ class Engine:
             self._open -= 1
             if request.work is not None:
                 self._admission.answered(request.work.batch.tokens)
+                # They know each other: without this only the garbage collector, which stops all threads, frees them.
+                request.work = None
             if not self._open:
                 self._all_done.notify_all()
                 if self._is_closing:

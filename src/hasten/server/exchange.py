@@ -97,6 +97,8 @@ class Exchange:
     def reply(self, response: Response) -> None:
         if not self.is_closed:
             self.is_closed = True
+            # It leads to the request and from there back here: a circle, for the garbage collector alone to find.
+            self.on_close = None
             self.send(response)
             if self.watch is not None:
                 self.watch(self._seen(response))
@@ -106,10 +108,11 @@ class Exchange:
 
     def leave(self) -> None:
         """The client has gone."""
+        on_close = self.on_close
         if not self.is_closed:
             self.is_closed = True
-            if self.on_close is not None:
-                self.on_close()
+            if on_close is not None:
+                on_close()
 
     def content(self) -> bytes:
         """The body as it was before it was compressed."""
