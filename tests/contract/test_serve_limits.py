@@ -119,14 +119,14 @@ def test_limits(classifier_bundle: Bundle, tmp_path: Path) -> None:
             assert (status, words in answer) == (413, True), answer
         with ExitStack() as opened:
             connect = partial(socket.create_connection, ("127.0.0.1", port), timeout=60)
-            slow = opened.enter_context(connect())
-            slow.sendall(b"POST /predict HTTP/1.1\r\n")
-            assert slow.recv(2**16).startswith(b"HTTP/1.1 408")  # a third of a second later
             idle = [opened.enter_context(connect()) for _ in range(4)]
             fifth = opened.enter_context(connect())
             assert fifth.recv(2**16).startswith(b"HTTP/1.1 503")
             for client in idle:
                 assert client.recv(1) == b""  # closed, a second later
+            slow = opened.enter_context(connect())
+            slow.sendall(b"POST /predict HTTP/1.1\r\n")
+            assert slow.recv(2**16).startswith(b"HTTP/1.1 408")  # a third of a second later
         assert predict(server, port=port) == 200
 
 
