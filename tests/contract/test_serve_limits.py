@@ -8,6 +8,8 @@ import shutil
 import socket
 import ssl
 import subprocess
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -115,18 +117,16 @@ def test_limits(classifier_bundle: Bundle, tmp_path: Path) -> None:
         ):
             status, answer = server.ask("/predict", {"inputs": inputs}, port=port)
             assert (status, words in answer) == (413, True), answer
-        slow = socket.create_connection(("127.0.0.1", port), timeout=60)
-        slow.sendall(b"POST /predict HTTP/1.1\r\n")
-        assert slow.recv(2**16).startswith(b"HTTP/1.1 408")  # a third of a second later
-        slow.shutdown(socket.SHUT_WR)
-        assert slow.recv(1) == b""
-        idle = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(4)]
-        fifth = socket.create_connection(("127.0.0.1", port), timeout=60)
-        assert fifth.recv(2**16).startswith(b"HTTP/1.1 503")
-        for client in idle:
-            assert client.recv(1) == b""  # closed, a second later
-        for client in (slow, fifth, *idle):
-            client.close()
+        with ExitStack() as opened:
+            connect = partial(socket.create_connection, ("127.0.0.1", port), timeout=60)
+            idle = [opened.enter_context(connect()) for _ in range(4)]
+            fifth = opened.enter_context(connect())
+            assert fifth.recv(2**16).startswith(b"HTTP/1.1 503")
+            for client in idle:
+                assert client.recv(1) == b""  # closed, a second later
+            slow = opened.enter_context(connect())
+            slow.sendall(b"POST /predict HTTP/1.1\r\n")
+            assert slow.recv(2**16).startswith(b"HTTP/1.1 408")  # a third of a second later
         assert predict(server, port=port) == 200
 
 
