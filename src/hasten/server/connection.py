@@ -14,17 +14,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
-from urllib.parse import urlsplit
 
 from hasten.core.errors import InputError, OverloadedError, TooLargeError
-from hasten.server.exchange import REQUEST_ID, Exchange, Response, failure
+from hasten.server.exchange import Exchange, Response, failure
+from hasten.server.wire import CONTINUE, target, to_bytes
 
 logger = logging.getLogger("hasten")
 
-_REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _MOST_HEADER_BYTES = 2**16
 _MOST_HEADERS = 200
 # What a client may send ahead of its answers before it is not read from any more, not even to see whether it leaves.
@@ -191,7 +188,7 @@ class Connection(asyncio.Protocol):
         if declared.isdecimal() and int(declared) > self._owner.limits.body_bytes:
             self._too_large()
         elif self._headers.get("expect", "").lower() == "100-continue" and not self._is_deaf:
-            self._transport.write(_CONTINUE)
+            self._transport.write(CONTINUE)
 
     def on_chunk_header(self) -> None:
         self._unseen = 0
@@ -213,7 +210,7 @@ class Connection(asyncio.Protocol):
             return
         self._stop_waiting()
         self._is_within = False
-        path, query = _target(self._url)
+        path, query = target(self._url)
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         # From here on the exchange holds it.
         self._body, self._size = [], 0
@@ -263,7 +260,7 @@ class Connection(asyncio.Protocol):
             return
         is_ending = self._is_deaf or self._owner.is_draining
         is_last = not self._is_kept or (is_ending and not self._waiting and self._refusal is None)
-        self._transport.write(_bytes_of(response, not is_last, has_body=exchange.method != "HEAD", request=exchange.id))
+        self._transport.write(to_bytes(response, not is_last, has_body=exchange.method != "HEAD", request=exchange.id))
         if not is_last:
             self._next()
         elif self._is_deaf and not self._has_ended:
@@ -285,7 +282,7 @@ class Connection(asyncio.Protocol):
     def _say_why(self) -> None:
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
-            self._transport.write(_bytes_of(refusal, is_keeping=False, has_body=True))
+            self._transport.write(to_bytes(refusal, is_keeping=False, has_body=True))
             self._linger()
 
     def _linger(self) -> None:
@@ -339,7 +336,7 @@ class Connection(asyncio.Protocol):
     def _probe(self) -> None:
         """An interim response means nothing to a client that waits, and tells of one that is gone: it breaks."""
         if not self._is_stuck and self._parser.get_http_version() != "1.0":
-            self._transport.write(_CONTINUE)
+            self._transport.write(CONTINUE)
         self._wait(_PROBE_S, self._probe)
 
     def _leave(self) -> None:
@@ -375,30 +372,3 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _target(url: bytes) -> tuple[str, str]:
-    """Path and query, as a client wrote them, of /path?query or http://host/path?query."""
-    text = url.decode("latin-1")
-    if not text.startswith("/") and "://" in text:
-        with suppress(ValueError):
-            parts = urlsplit(text)
-            return parts.path or "/", parts.query
-    path, _, query = text.partition("?")
-    return path, query
-
-
-def _bytes_of(response: Response, is_keeping: bool, *, has_body: bool, request: str = "") -> bytes:
-    head = [
-        b"HTTP/1.1 %d %s\r\ncontent-type: %s\r\ncontent-length: %d\r\n"
-        % (response.status, _REASONS.get(response.status, b""), response.content_type.encode(), len(response.body))
-    ]
-    head += [f"{name}: {value}\r\n".encode("latin-1") for name, value in response.headers.items()]
-    if request:
-        head.append(f"{REQUEST_ID}: {request}\r\n".encode())
-    if not is_keeping:
-        head.append(b"connection: close\r\n")
-    head.append(b"\r\n")
-    if has_body:
-        head.append(response.body)
-    return b"".join(head)
