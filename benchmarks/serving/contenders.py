@@ -150,6 +150,9 @@ class Running:
         # Whatever it left behind; it had a session of its own.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        # tritonserver's, where it had to be killed.
+        for file in Path("/dev/shm").glob(f"hasten{self.process.pid}*"):
+            file.unlink()
         self._folder.cleanup()
 
     def _wait(self, until: float) -> None:

@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--tokens", type=int, default=128, help="of a request, in the overload")
     parser.add_argument("--seconds", type=float, default=15.0, help="of the overload")
-    parser.add_argument("--options", default="", help="for hasten serve, in the overload")
+    parser.add_argument("--options", default="--max-slowdown 3", help="for hasten serve, in the overload")
     parser.add_argument("--only", nargs="+", default=list(STUDIES), choices=list(STUDIES))
     parser.add_argument("-o", "--output", type=Path, default=HERE.parent / "results" / "serving_endurance.json")
     args = parser.parse_args()

@@ -256,7 +256,7 @@ def test_our_own_server(
     tiny_classifier: Any, quick_build: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = quick_build(tiny_classifier("bert"), tmp_path / "classifier", variants=["onnxruntime-fp32"])
-    server = Server(str(bundle.path), "--threads", "1", HASTEN_API_KEYS="secret")
+    server = Server(str(bundle.path), "--threads", "1", "--no-grpc", HASTEN_API_KEYS="secret")
     address = f"127.0.0.1:{server.port}"
     words = ["--rate", "50", "--duration", "1s", "--key", "secret"]
     for url in (address, f"http://{address}/v2/models/classifier/infer", f"{address}/models/classifier"):

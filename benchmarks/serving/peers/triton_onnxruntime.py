@@ -78,6 +78,8 @@ def main(model: str, graph: str, port: str, grpc_port: str, folder: str) -> None
         f"--grpc-port={grpc_port}",
         "--grpc-address=127.0.0.1",
         "--allow-metrics=false",
+        # Clients that are still connected hold it up.
+        "--exit-timeout-secs=5",
         "--log-info=false",
         "--log-warning=false",
     ]
