@@ -68,6 +68,11 @@ class GrpcServer:
             from grpc_reflection.v1alpha import reflection
         except ImportError as error:
             raise missing_package("grpcio", "gRPC", "serve") from error
+        except Exception as error:  # protobuf's own kind, where it is older than what was generated for it
+            why = str(error).partition("\n")[0]
+            raise UnsupportedError(
+                f"gRPC cannot be served: {why}", hint="pip install --upgrade protobuf, or --no-grpc"
+            ) from error
         options = {"grpc.max_receive_message_length": most_bytes, "grpc.so_reuseport": 0, **_KEEPALIVE_MS}
         self._server = grpc.server(ThreadPoolExecutor(CALLS + _SPARE, "grpc"), options=list(options.items()))
         self._server.add_generic_rpc_handlers([_Service(app).handler()])
