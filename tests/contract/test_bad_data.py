@@ -22,8 +22,10 @@ BAD_DATA: dict[str, tuple[dict[str, Any], type[HastenError], str]] = {
     "no such file": ({"data": "nowhere.jsonl"}, InputError, "no data file at nowhere.jsonl"),
     "an empty folder": ({"data": "{folder}"}, InputError, "cannot be read"),
     "not JSON": ({"data": "{torn}"}, InputError, "line 1 is not JSON"),
-    "a missing column": ({"data": [{"sentence": "a", "label": 1}]}, InputError, 'no "text": {sentence, label}'),
-    "a column in a later row": ({"data": [*ROWS, {"label": 1}]}, InputError, "item 4"),
+    "a missing column": (
+        {"data": [{"sentence": "a", "label": 1}]}, InputError, 'data.jsonl: item 1 has no "text": {sentence, label}'
+    ),
+    "a column in a later row": ({"data": [*ROWS, {"label": 1}]}, InputError, "data.jsonl: item 4"),
     "a column that is nowhere": ({"data": ROWS, "columns": {"text": "txt"}}, InputError, "no column 'txt'"),
     "a name that the task does not know": (
         {"data": ROWS, "columns": {"txt": "text"}}, PlanError, "'txt', which text-classification does not know: did you"
@@ -103,6 +105,17 @@ def test_bad_data_is_found_before_the_weights_are_read(
     assert printed.err.startswith(f"error: {caught.value.message}")
 
 
+def test_what_data_calls_a_column_can_be_told(unloadable: Path, no_leftovers: Path, asked: Any) -> None:
+    """Where it is nowhere; of a single row that lacks it no other name would help."""
+    for name in ("data", "calibration"):
+        with pytest.raises(InputError) as caught:
+            hasten.build(unloadable, no_leftovers, **asked({name: [{"sentence": "a"}]}))
+        assert caught.value.hint == "--columns text=COLUMN says what the data calls it"
+    with pytest.raises(InputError) as caught:
+        hasten.build(unloadable, no_leftovers, **asked({"data": [*ROWS, {"label": 1}]}))
+    assert caught.value.hint is None
+
+
 def _word(value: object) -> str:
     if isinstance(value, dict):
         return ",".join(f"{a}={b}" for a, b in value.items())
@@ -148,6 +161,10 @@ def test_labels_of_masks_are_held_against_the_masks(
         (
             {"data": ROWS, "calibration": [*OTHERS, {"text": ROWS[1]["text"]}]},
             "calibration and evaluation data share 1 of 3 rows: those are not calibrated on",
+        ),
+        (
+            {"data": ROWS, "calibration": OTHERS, "variants": "onnxruntime-fp32"},
+            "--calibration is not used: nothing that is tried is calibrated",
         ),
     ],
 )

@@ -81,6 +81,7 @@ def test_the_fastest_eligible_is_chosen(default: Bundle) -> None:
     report = default.report
     timings = report.bench.at(Shape(2, 8))
     passed = {row.variant for row in report.candidates if row.status in (Status.CHOSEN, Status.ELIGIBLE)}
+    passed -= {row.variant for row in report.candidates if row.reason.startswith("not timed")}
     stored = [name for name in passed if BACKENDS.get(Variant.parse(name).backend).is_stored]
     ranking = sorted(stored, key=lambda name: timings[name].p50_ms)
     assert [row.variant for row in report.candidates if row.status is Status.CHOSEN] == ranking[:1]

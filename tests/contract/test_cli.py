@@ -246,6 +246,11 @@ def test_dry_run_writes_nothing(
         (["run", "{bundle}", "x", "-O", "topk=2"], 2, "did you mean 'top_k'"),
         (["run", "{bundle}", "x", "-O", "top_k=many"], 2, "bad option"),
         (["verify", "{bundle}", "--data", "/nowhere.jsonl"], 2, "no data file"),
+        (
+            ["verify", "{bundle}", "--data", "{bundle}/reference/inputs.jsonl", "--columns", "text_pair=text"],
+            2,
+            'inputs.jsonl: item 1 has no "text": {text_pair}',
+        ),
         (["bench", "/nowhere"], 6, "no such directory"),
         (["bench", "{bundle}", "--budget", "0"], 2, "no time at all"),
         (["run", "{bundle}", "x", "--threads", "-1"], 2, "at least 1"),

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -374,19 +375,41 @@ def test_a_graph_that_fills_masks(tiny_model: Any, export_onnx: Exporter, quick_
 # ---- graphs of lower precision
 
 
-def test_a_quantized_graph_is_its_own_reference(
-    classifier: Path, quick_build: Any, corpus: tuple[str, ...], tmp_path: Path
-) -> None:
-    """Compared with what was given, not with the fp32 model nobody has; its rows mind their company, and may."""
-    from hasten.core.plan import Gate
-    from hasten.measure.verify import reverify
+@pytest.fixture
+def quantized(classifier: Path, tmp_path: Path) -> Path:
+    """A model with two graphs, model.onnx and model_quantized.onnx."""
     from hasten.quantize.dynamic import quantize_dynamic
     from hasten.quantize.recipe import Method, Recipe
 
     model = copied(classifier, tmp_path)
     recipe = Recipe(variant="onnxruntime-int8", method=Method.DYNAMIC, target="avx512_vnni", attention=True)
     quantize_dynamic(model / "model.onnx", model / "model_quantized.onnx", recipe, external_data=False)
-    bundle = quick_build(model, file_name="model_quantized.onnx", keep="all")
+    return model
+
+
+def test_an_outline_knows_that_a_graph_comes_quantized(quantized: Path, texts_file: Path) -> None:
+    from hasten.builder.outline import outline
+    from hasten.core.plan import Plan
+
+    plan = Plan(str(quantized), file_name="model_quantized.onnx", calibration=str(texts_file))
+    about = outline(plan)
+    assert about.further == ()
+    skipped = {candidate.variant: candidate.reason for candidate in about.unavailable}
+    assert skipped["onnxruntime-int8+attention"] == "not tried: the graph that was given is in int8 already"
+    assert about.notes == ("--calibration is not used: nothing that is tried is calibrated",)
+    whole = outline(replace(plan, file_name="model.onnx"))
+    assert "onnxruntime-int8+attention" in whole.further
+    assert whole.notes == ()
+    with pytest.raises(PlanError, match=r"onnxruntime-int8\+attention cannot be made: .* in int8 already"):
+        outline(replace(plan, variants=("onnxruntime-int8+attention",)))
+
+
+def test_a_quantized_graph_is_its_own_reference(quantized: Path, quick_build: Any, corpus: tuple[str, ...]) -> None:
+    """Compared with what was given, not with the fp32 model nobody has; its rows mind their company, and may."""
+    from hasten.core.plan import Gate
+    from hasten.measure.verify import reverify
+
+    bundle = quick_build(quantized, file_name="model_quantized.onnx", keep="all")
     rows = {row.variant: row for row in bundle.report.candidates}
     assert bundle.manifest.graph_precision is Precision.INT8
     assert bundle.report.bench.baseline == "graph-int8"
@@ -394,11 +417,9 @@ def test_a_quantized_graph_is_its_own_reference(
     assert rows["graph-int8"].verdict.agreement.max_error == 0.0
     assert "holds int8 weights" in rows[ORT_FP32].reason
     assert rows["onnxruntime-int8"].verdict is not None
-    with pytest.raises(PlanError, match=r"onnxruntime-int8\+attention cannot be made: .* in int8 already"):
-        quick_build(model, file_name="model_quantized.onnx", variants=["onnxruntime-int8+attention"])
     verified = reverify(open_bundle(bundle.path), None, Gate(), ["graph-int8"], 1, Silent())
     assert all(row.verdict.passed for row in verified)
-    exact = quick_build(model, file_name="model.onnx", variants=[ORT_FP32])
+    exact = quick_build(quantized, file_name="model.onnx", variants=[ORT_FP32])
     ours, theirs = (scores(answers(each, list(corpus), top_k=None)) for each in (bundle, exact))
     assert np.abs(ours - theirs).max() > 1e-4, "it is the fp32 graph that answers"
     np.testing.assert_allclose(ours, theirs, atol=0.3)

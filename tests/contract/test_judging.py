@@ -95,6 +95,7 @@ def test_the_report_says_it_too(
     assert report.notes == (
         f"{len(rows)} rows cannot show a drop of 0.5 point: one row is {100 / len(rows):.2g}",
         f"calibration and evaluation data share 1 of {len(rows)} rows: those are not calibrated on",
+        "--calibration is not used: nothing that is tried is calibrated",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import hasten
+from hasten.builder.choose import front
 from hasten.bundle import Bundle
 from hasten.bundle.manifest import sha256
 from hasten.cli import main
@@ -55,13 +57,15 @@ def test_every_quantized_variant_answers(searched: Bundle) -> None:
 
 
 @pytest.mark.parametrize("name", [f"{MENDED}+gelu", "onnxruntime-int8+minmax", "onnxruntime-int4+blocks"])
-def test_a_recipe_makes_the_same_graph_again(searched: Bundle, name: str, quick_build: Any) -> None:
+def test_a_recipe_makes_the_same_graph_again(searched: Bundle, name: str, quick_build: Any, texts_file: Path) -> None:
     """To the last bit, and without the rows it was found on."""
     recipe = searched.path / "variants" / name / FILE
     again = quick_build(Path(searched.manifest.model.id), recipe=recipe, min_agreement=0.0)
     assert [entry.name for entry in again.manifest.variants] == [name]
     assert sha256(graph_of(again, name)) == sha256(graph_of(searched, name))
     assert read_recipe(again.path / "variants" / name / FILE) == read_recipe(recipe)
+    # So none are set aside for it.
+    assert again.chosen.agreement.rows == len(texts_file.read_text().splitlines())
 
 
 def test_nncf_needs_its_rows_again(searched: Bundle, quick_build: Any) -> None:
@@ -119,6 +123,35 @@ def test_without_time_the_rest_is_skipped(tiny_model: Any, quick_build: Any) -> 
     skipped = [candidate for candidate in bundle.report.candidates if candidate.status is Status.SKIPPED]
     assert MENDED in {candidate.variant for candidate in skipped}
     assert "--budget" in skipped[0].reason
+
+
+def test_a_disk_that_is_full_for_one_may_have_room_for_others(
+    tiny_model: Any, quick_build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it is emptied as soon as that is possible: of what did not work, and of what is not stored."""
+    written: list[Path] = []
+    folders: set[str] = set()
+
+    def fill(_: Path, file: Path, *__: object, **___: object) -> None:
+        file.write_bytes(b"half of it")
+        written.append(file)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def look(*given: Any) -> Any:
+        """Before the bundle is written, and all of it removed."""
+        folders.update(entry.name for entry in written[0].parent.parent.iterdir())
+        return front(*given)
+
+    monkeypatch.setattr("hasten.builder.attempt.make_graph", fill)
+    monkeypatch.setattr("hasten.builder.build.front", look)
+    bundle = quick_build(tiny_model("bert", "ForSequenceClassification"), budget_s=1e-6)
+    found = {candidate.variant: candidate for candidate in bundle.report.candidates}
+    assert found["onnxruntime-int8"].status is Status.FAILED
+    assert found["onnxruntime-int8"].reason.startswith("the disk is full: making onnxruntime-int8 in ")
+    stored = {entry.name for entry in bundle.manifest.variants}
+    assert "onnxruntime-fp32" in stored
+    assert written[0].parent.name not in folders
+    assert {name for name in found if name in folders} == stored
 
 
 def test_a_recipe_is_for_the_target_it_says(searched: Bundle, quick_build: Any, tmp_path: Path) -> None:

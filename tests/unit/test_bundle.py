@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import io
-import os
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -322,11 +321,28 @@ def test_a_place_nobody_may_write_in_is_refused_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / "empty").mkdir()
+
+    def refuse(place: Path | str, *_: object) -> None:
+        assert Path(place).parent == tmp_path
+        raise PermissionError(errno.EACCES, "Permission denied")
+
     # Whoever runs the tests may be root, who may write anywhere.
-    monkeypatch.setattr("os.access", lambda place, mode: (Path(place), mode) != (tmp_path, os.W_OK | os.X_OK))
-    with pytest.raises(PlanError, match="not allowed to write in") as caught:
+    monkeypatch.setattr("os.mkdir", refuse)
+    with pytest.raises(PlanError, match=f"{name} cannot be written: Permission denied") as caught:
         check_target(tmp_path / name, force=False)
     assert "-o" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("place", ["/proc/bundle", "/proc/not/yet", f"{'long' * 100}/bundle", "long" * 100])
+def test_a_place_where_nothing_can_be_written_is_refused_before_the_work(tmp_path: Path, place: str) -> None:
+    """Not even by root, to whom every place says that it may."""
+    with pytest.raises(PlanError, match="cannot be written"):
+        check_target(tmp_path / place, force=False)
+
+
+def test_the_root_is_no_place() -> None:
+    with pytest.raises(PlanError, match="is not empty and holds no bundle"):
+        check_target(Path("/"), force=True)
 
 
 @pytest.mark.parametrize("force", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from hasten.backends import PaddedSession
 from hasten.core.errors import DeadlineError, InputError, OverloadedError, StageError, UnavailableError
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Layout, Outputs, SessionSpec, Signature, TensorSpec
-from hasten.server.engine import Engine, Request
+from hasten.server.engine import Engine, Observer, Request
 from hasten.server.fairness import Turns
 from hasten.server.queue import Limits
 from hasten.tasks import Encoded
@@ -35,10 +36,12 @@ class Adding(PaddedSession):
     def __init__(self) -> None:
         self.spec = SessionSpec(SIGNATURE, Layout.PADDED, "cpu", "fp32")
         self.batches: list[int] = []
+        self.is_in = False
         self.gate = threading.Event()
         self.gate.set()
 
     def run(self, batch: Batch) -> Outputs:
+        self.is_in = True
         self.gate.wait()
         self.batches.append(len(batch))
         ids = batch.values["input_ids"]
@@ -71,18 +74,33 @@ class Asked:
     def __init__(self, engine: Engine, rows: Sequence[Sequence[int]], **about: Any) -> None:
         self._done = threading.Event()
         self.answer: Any = None
+        self.times = 0
         self.request: Request[Any] = Request(
             lambda: encoded(rows), lambda outputs, _: {k: v.tolist() for k, v in outputs.items()}, self._take, **about
         )
         engine.submit(self.request)
 
+    @classmethod
+    def when_free(cls, engine: Engine, rows: Sequence[Sequence[int]]) -> Asked:
+        """As soon as it is not refused any more."""
+        made: list[Asked] = []
+
+        def is_taken() -> bool:
+            with suppress(OverloadedError):
+                made.append(cls(engine, rows))
+            return bool(made)
+
+        until(is_taken)
+        return made[0]
+
     def _take(self, answer: Any, measured: Any) -> None:
-        assert not self._done.is_set(), "answered twice"
+        self.times += 1
         self.answer, self.measured = answer, measured
         self._done.set()
 
     def wait(self) -> Any:
         assert self._done.wait(10), "no answer"
+        assert self.times == 1
         return self.answer
 
 
@@ -240,3 +258,162 @@ def test_whoever_has_had_least_goes_next() -> None:
     for thread in threads:
         thread.join()
     assert order == ["greedy", "modest", "modest", "modest", "greedy", "greedy", "greedy"]
+
+
+def test_whoever_was_idle_has_no_claim_on_what_it_did_not_want() -> None:
+    turns = Turns(1)
+    busy, idle = turns.join(), turns.join()
+    order: list[str] = []
+    for _ in range(100):
+        with busy.turn(1000):
+            pass
+    gate = threading.Event()
+
+    def take(name: str, seat: Any) -> None:
+        with seat.turn(1000):
+            order.append(name)
+            gate.wait(10)
+
+    threads = [threading.Thread(target=take, args=["busy", busy]) for _ in range(5)]
+    threads += [threading.Thread(target=take, args=["idle", idle]) for _ in range(5)]
+    threads[0].start()
+    until(lambda: order == ["busy"])
+    for thread in threads[1:]:
+        thread.start()
+    until(lambda: busy.waiting + idle.waiting == 9)
+    gate.set()
+    for thread in threads:
+        thread.join()
+    assert order[:6].count("busy") >= 3
+
+
+def test_sessions_of_one_model_run_beside_each_other() -> None:
+    sessions = [Adding(), Adding()]
+    for session in sessions:
+        session.gate.clear()
+    engine = Engine(sessions, Limits(tokens_per_batch=1), encoders=1, seat=Turns(2).join())
+    asked = [Asked(engine, [[1]]), Asked(engine, [[2]])]
+    until(lambda: all(session.is_in for session in sessions))
+    for session in sessions:
+        session.gate.set()
+    assert [own.wait()["sum"] for own in asked] == [[[1.0]], [[2.0]]]
+    engine.close()
+
+
+@pytest.fixture
+def narrow(session: Adding) -> Iterator[Engine]:
+    """A batch holds one row of two tokens; one request at a time."""
+    made = Engine([session], Limits(requests=1, tokens_per_batch=2), encoders=1)
+    yield made
+    session.gate.set()
+    made.close()
+
+
+def test_a_request_that_fails_in_part_is_answered_once(narrow: Engine, session: Adding) -> None:
+    for place in range(3):
+        rows = [[1, place], [POISON, 1], [2, 2], [POISON, 2], [3, 3]]
+        asked = Asked.when_free(narrow, rows)
+        assert isinstance(asked.wait(), StageError)
+        until(lambda: narrow.waiting == 0)
+        asked.wait()
+    # Counted down once each: there is room for one, and only for one.
+    session.gate.clear()
+    asked = Asked.when_free(narrow, [[7]])
+    with pytest.raises(OverloadedError):
+        Asked(narrow, [[8]])
+    session.gate.set()
+    assert asked.wait()["sum"] == [[7.0]]
+    assert narrow.drain(5)
+
+
+def test_a_deadline_between_two_batches_of_a_request(narrow: Engine, session: Adding) -> None:
+    session.gate.clear()
+    deadline = time.monotonic() + 0.05
+    asked = Asked(narrow, [[POISON, 1], [2, 2], [3, 3]], deadline=deadline)
+    until(lambda: is_running(narrow) and time.monotonic() > deadline)
+    session.gate.set()
+    assert isinstance(asked.wait(), StageError | DeadlineError)
+    assert narrow.drain(5)
+    assert session.batches == [1]
+
+
+def test_a_client_that_leaves_while_its_rows_run(narrow: Engine, session: Adding) -> None:
+    session.gate.clear()
+    gone = Asked(narrow, [[1, 1], [2, 2], [3, 3]])
+    until(lambda: is_running(narrow))
+    narrow.cancel(gone.request)
+    session.gate.set()
+    until(lambda: narrow.waiting == 0)
+    assert Asked.when_free(narrow, [[7]]).wait()["sum"] == [[7.0]]
+    assert (gone.answer, session.batches) == (None, [1, 1])
+
+
+def test_a_client_that_leaves_while_it_is_encoded(engine: Engine, session: Adding) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    answers: list[Any] = []
+
+    def encode() -> Encoded:
+        begun.set()
+        go_on.wait(10)
+        return encoded([[1]])
+
+    request: Request[Any] = Request(encode, lambda *_: None, lambda answer, _: answers.append(answer))
+    engine.submit(request)
+    assert begun.wait(10)
+    engine.cancel(request)
+    go_on.set()
+    assert engine.drain(5)
+    assert (answers, session.batches) == ([], [])
+
+
+def test_half_of_the_others_is_run_again_with_one_at_fault(engine: Engine, session: Adding) -> None:
+    session.gate.clear()
+    first = Asked(engine, [[5, 5]])
+    until(lambda: is_running(engine))
+    rows = [[place, 1] for place in range(32)]
+    rows[11] = [POISON, 1]
+    asked = [Asked(engine, [row]) for row in rows]
+    until(lambda: engine.waiting == 32)
+    session.gate.set()
+    first.wait()
+    for row, own in zip(rows, asked, strict=True):
+        assert isinstance(own.wait(), StageError) if POISON in row else own.wait()["sum"] == [[float(sum(row))]]
+    # By halves it takes eleven, one by one it would take 33.
+    assert len(session.batches) <= 14
+
+
+class Misfit(Adding):
+    """Forgets a row."""
+
+    def run(self, batch: Batch) -> Outputs:
+        return {name: value[:-1] for name, value in super().run(batch).items()}
+
+
+def test_outputs_that_do_not_fit_stop_nobody() -> None:
+    engine = Engine([Misfit()], Limits(tokens_per_batch=2), encoders=1)
+    for _ in range(3):
+        assert isinstance(Asked(engine, [[1, 1], [2, 2]]).wait(), StageError)
+    assert engine.drain(5)
+    engine.close()
+
+
+def test_those_who_watch_or_take_answers_may_fail(session: Adding) -> None:
+    class Broken(Observer):
+        def on_batch(self, job: Any, seconds: float) -> None:
+            raise ZeroDivisionError
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    engine = Engine([session], Limits(), encoders=1, observer=Broken())
+    for _ in range(3):
+        engine.submit(Request(lambda: encoded([[1]]), lambda *_: None, fail))
+    assert Asked(engine, [[7]]).wait()["sum"] == [[7.0]]
+    assert engine.drain(5)
+    engine.close()
+
+
+@pytest.mark.parametrize("rows", [[], [[1], []]])
+def test_nothing_to_run(engine: Engine, rows: list[list[int]]) -> None:
+    assert isinstance(Asked(engine, rows).wait(), InputError)
+    assert engine.drain(5)

@@ -88,6 +88,16 @@ def test_the_grid_is_every_combination_the_optimum_first() -> None:
     assert {shape.sequence for shape in grid} == {16, 128, 256}
 
 
+@pytest.mark.parametrize(("batch", "sequence"), [(999_999_999, 16), (1, 999_999_999), (8193, 512)])
+def test_sizes_that_no_memory_holds_are_refused(batch: int, sequence: int) -> None:
+    with pytest.raises(PlanError, match=f"--batch-size {batch} and --seq-len {sequence} make a batch of more than"):
+        Shapes(Range(1, 1, batch), Range(1, 1, sequence))
+
+
+def test_large_sizes_may_be_asked_for() -> None:
+    assert Shapes(Range(1, 1, 8192), Range(1, 1, 512)).batch.max == 8192
+
+
 def test_one_shape_is_measured_once() -> None:
     shapes = Shapes(Range.of("batch", (4,)), Range.of("sequence", (64,)))
     assert shapes.corners() == shapes.grid() == [Shape(4, 64)]

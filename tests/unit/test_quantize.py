@@ -398,7 +398,9 @@ def test_embeddings_do_not_make_a_graph_int8(plain: Path) -> None:
     assert stored_precision(made(Method.DYNAMIC, plain, keep=("up", KEPT, "head"))) is Precision.FP32
 
 
-@pytest.mark.parametrize("about", [{"bits": 3}, {"block_size": 24}, {"block_size": 8}, {"block_size": 0}])
+@pytest.mark.parametrize(
+    "about", [{"bits": 3}, {"block_size": 24}, {"block_size": 8}, {"block_size": 0}, {"block_size": 2**40}]
+)
 def test_blocks_nobody_can_make(plain: Path, tmp_path: Path, about: dict[str, int]) -> None:
     recipe = replace(recipe_for(Method.BLOCKS, plain), **about)
     with pytest.raises(PlanError, match="cannot be made"):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hasten.core.errors import OverloadedError
 from hasten.core.tensors import Batch
 from hasten.server.queue import Limits, Queue, Work
 
@@ -92,22 +92,39 @@ def test_whose_time_is_over_and_who_has_left_is_put_aside(queue: Queue) -> None:
     assert (len(queue), queue.tokens) == (0, 0)
 
 
-def test_more_than_is_answered_in_time_is_refused() -> None:
-    queue = Queue(Limits(requests=2, wait_s=1.0))
-    queue.check(1)
-    with pytest.raises(OverloadedError, match="2 requests are waiting"):
-        queue.check(2)
-    queue.put(work(100))
-    queue.check(1)
-    queue.ran(tokens=10, seconds=1.0)
-    with pytest.raises(OverloadedError) as refused:
-        queue.check(1)
-    assert refused.value.retry_after_s == pytest.approx(10.0)
-
-
 def test_closing_hands_out_all_that_waits(queue: Queue) -> None:
     first, second = work(5, 6), work(7)
     queue.put(first)
     queue.put(second)
     assert queue.close() == [first, second]
     assert queue.take(0.0) is None
+
+
+def test_whoever_goes_first_does_not_keep_others_waiting_for_ever(queue: Queue) -> None:
+    """A step of priority is worth a second; beyond a minute no priority helps."""
+    patient = work(30, priority=10**9)
+    queue.put(patient)
+    for arrived, priority, is_before in (
+        (50.0, 0, True),
+        (59.0, 0, True),
+        (100.0, -(10**400), True),
+        (121.0, -60, False),
+    ):
+        other = work(5, priority=priority)
+        other.arrived = arrived
+        queue.put(other)
+        assert (taken(queue) == [5]) == is_before
+    assert taken(queue) == [5]
+
+
+def test_many_rows_cost_no_more_than_few() -> None:
+    """A hundred requests of a thousand rows: sorted again for each batch, they took minutes."""
+    wide = Queue(Limits(tokens_per_batch=2048, rows_per_batch=64))
+    lengths = np.random.default_rng(0).integers(4, 300, (100, 1000))
+    for own in lengths:
+        wide.put(work(*own.tolist()))
+    begin, rows = time.monotonic(), 0
+    while job := wide.take(0.0):
+        rows += len(job.batch)
+    assert (rows, len(wide), wide.tokens, wide.is_full) == (100_000, 0, 0, False)
+    assert time.monotonic() - begin < 60

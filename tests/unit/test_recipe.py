@@ -56,6 +56,10 @@ def test_it_tells_what_is_special_and_no_more(tmp_path: Path) -> None:
         ('variant = "nonsense"\nmethod = "dynamic"\ntarget = "amx"', "not the name of a variant"),
         ('variant = "onnxruntime-int8"\nmethod = "dynamic"\ntarget = "amx"\n[smooth]\na = "1 x"', "is not a recipe"),
         ('variant = "onnxruntime-int8"\nmethod = "dynamic"\ntarget = "amx"\n[smooth]\na = 4', "is not a recipe"),
+        (
+            'variant = "onnxruntime-int8"\nmethod = "dynamic"\ntarget = "amx"\n[smooth]\na = "0×4 1×999999999"',
+            "'1×999999999' makes more than 1048576 channels",
+        ),
         ("= = =", "is not a recipe"),
         ('variant = "onnxruntime-int8"\nmethod = "dynamic"\ntarget = "amx"\natention = true', "mean 'attention'"),
     ],

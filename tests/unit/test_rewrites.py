@@ -25,7 +25,7 @@ from hasten.quantize.recipe import Method, Recipe  # noqa: E402
 from hasten.quantize.rewrite import rewrite  # noqa: E402
 from hasten.quantize.sensitivity import sensitivity  # noqa: E402
 from hasten.quantize.smooth import smooth, smoothing  # noqa: E402
-from hasten.quantize.split import find_splits, kept, split  # noqa: E402
+from hasten.quantize.split import CHANNELS, find_splits, kept, split  # noqa: E402
 
 WIDTH, WIDE, WORDS = 16, 48, 40
 FUSED = "com.microsoft"
@@ -357,6 +357,30 @@ def test_a_graph_that_does_not_run_is_said(tmp_path: Path, calibration: Calibrat
     onnx.save_model(model, tmp_path / "model.onnx")
     with pytest.raises(StageError, match="does not open"):
         input_maxima(tmp_path / "model.onnx", find_products(model), calibration)
+
+
+def test_no_graph_is_too_large_to_be_asked(
+    tmp_path: Path, calibration: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past 2 GiB one cannot be handed over with its weights, so none is: inside the file, beside it, changed since."""
+    graph = Graph()
+    first = graph.product(graph.hidden, WIDTH, 4096, "first")
+    model = graph.model(graph.product(graph.add("Relu", first), 4096, WIDTH, "second"))
+    onnx.save_model(model, tmp_path / "one.onnx")
+    onnx.save_model(model, tmp_path / "two.onnx", save_as_external_data=True, location="two.onnx.data")
+    handed: list[int] = []
+    opened = ort.InferenceSession
+
+    def open_and_tell(graph: bytes, *given: Any, **named: Any) -> Any:
+        handed.append(len(graph))
+        return opened(graph, *given, **named)
+
+    monkeypatch.setattr(ort, "InferenceSession", open_and_tell)
+    smooths, splits = propose(tmp_path / "one.onnx", calibration, ratio=1.0)
+    assert len(splits["second"]) == CHANNELS
+    assert propose(tmp_path / "two.onnx", calibration, ratio=1.0) == (smooths, splits)
+    assert len(handed) == 4
+    assert max(handed) < 2**13 < 2**18 < (tmp_path / "one.onnx").stat().st_size
 
 
 def test_of_a_graph_without_products_nothing_is_proposed(tmp_path: Path, calibration: Calibration) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hasten.backends import Artifact
-from hasten.builder.choose import front
+from hasten.builder.choose import front, rank
 from hasten.builder.search import Search, Trial, ladder
 from hasten.core.errors import HastenError, InputError, PlanError, StageError, UnsupportedError
 from hasten.core.progress import Silent
@@ -16,7 +16,7 @@ from hasten.core.report import Agreement, Bench, Candidate, Metric, Status, Timi
 from hasten.core.statistics import Interval
 from hasten.core.tensors import Shape, Signature
 from hasten.core.variant import Variant
-from hasten.quantize.ways import kept_products
+from hasten.quantize.ways import kept_products, with_kept
 
 MENDED = Variant.parse("onnxruntime-int8+attention+smooth+split")
 FP32 = Variant.parse("onnxruntime-fp32")
@@ -30,11 +30,15 @@ def trial(variant: Variant, passed: bool) -> Trial:
 
 def search(passes: Callable[[Variant], bool], *, products: int = 24, budget_s: float = 60.0) -> Search:
     names = [str(place) for place in range(products)]
-    return Search(lambda variant: trial(variant, passes(variant)), lambda *_: names, budget_s, Silent())
+    return Search(lambda variant: trial(variant, passes(variant)), lambda *_: names, ignore, budget_s, Silent())
 
 
 def anything(*_: object) -> bool:
     return True
+
+
+def ignore(*_: object) -> None:
+    pass
 
 
 def test_cheap_before_dear_and_each_backend_its_own() -> None:
@@ -54,7 +58,21 @@ def test_as_few_products_in_float_as_will_do(needed: int) -> None:
     passed = [variant for variant, trial in found.trials.items() if trial.verdict.passed and variant != FP32]
     assert min(map(kept_products, passed)) == needed
     # Doubled, then halved: few are tried.
-    assert len(found.trials) <= 12
+    assert len(found.trials) + len(found.others) <= 12
+
+
+def test_what_one_with_less_in_float_replaces_is_not_kept() -> None:
+    discarded: list[str] = []
+    found = search(lambda variant: kept_products(variant) >= 5)
+    found.discard = lambda artifact: discarded.append(artifact.variant.name)
+    found.try_offered([], [MENDED])
+    assert [kept_products(variant) for variant, trial in found.trials.items() if trial.verdict.passed] == [5]
+    assert discarded == [with_kept(MENDED, count).name for count in (8, 6)]
+    assert [(candidate.variant, candidate.status) for candidate in found.others] == [
+        (name, Status.ELIGIBLE) for name in discarded
+    ]
+    assert found.others[0].reason == f"not timed: {MENDED}+keep6 answers like the original too, with less in float"
+    assert all(candidate.verdict is not None and candidate.verdict.passed for candidate in found.others)
 
 
 def test_what_passes_is_not_mended() -> None:
@@ -73,7 +91,27 @@ def test_without_time_only_what_backends_offer_is_tried() -> None:
     found = search(anything, budget_s=1e-9)
     found.try_offered([FP32], [MENDED])
     assert list(found.trials) == [FP32]
-    assert [(candidate.variant, candidate.status) for candidate in found.failed] == [(MENDED.name, Status.SKIPPED)]
+    assert [(candidate.variant, candidate.status) for candidate in found.others] == [(MENDED.name, Status.SKIPPED)]
+
+
+@pytest.mark.parametrize(
+    ("tried", "skipped"), [([], 1), ([1], 2), ([1, 2, 4], 7), ([1, 2, 4, 7], 5), ([1, 2, 4, 7, 5], 6)]
+)
+def test_where_the_time_ends_the_mending_the_next_one_is_told(tried: list[int], skipped: int) -> None:
+    """Six of eight products must stay in float: the search is cut off before each step of the way."""
+    last = with_kept(MENDED, tried[-1]) if tried else MENDED
+
+    def passes(variant: Variant) -> bool:
+        if variant == last:
+            found._until = 0.0
+        return kept_products(variant) >= 6
+
+    found = search(passes, products=8)
+    found.try_offered([], [MENDED])
+    assert [kept_products(variant) for variant in found.trials] == [0, *tried]
+    assert [(candidate.variant, candidate.status) for candidate in found.others] == [
+        (with_kept(MENDED, skipped).name, Status.SKIPPED)
+    ]
 
 
 @pytest.mark.parametrize("error", [StageError, InputError, UnsupportedError, PlanError])
@@ -81,9 +119,9 @@ def test_one_that_cannot_be_made_is_recorded_unless_it_was_asked_for(error: type
     def attempt(*_: object) -> Trial:
         raise error("no such thing")
 
-    found = Search(attempt, lambda *_: [], 60.0, Silent())
+    found = Search(attempt, lambda *_: [], ignore, 60.0, Silent())
     found.try_offered([FP32], [])
-    assert [(candidate.status, candidate.reason) for candidate in found.failed] == [(Status.FAILED, "no such thing")]
+    assert [(candidate.status, candidate.reason) for candidate in found.others] == [(Status.FAILED, "no such thing")]
     with pytest.raises(error, match="no such thing"):
         found.try_asked([FP32])
 
@@ -102,6 +140,18 @@ def timed(shape: Shape, speeds: dict[str, float]) -> Bench:
     even = Interval(1.0, 1.0, 1.0)
     timings = [Timing(name, shape, 9, speed, speed, None, 1.0, even, ()) for name, speed in speeds.items()]
     return Bench("slow", tuple(timings), (), None)
+
+
+def test_whoever_lost_in_another_heat_is_not_taken_for_faster() -> None:
+    shape = Shape(8, 128)
+    names = ["onnxruntime-fp32", "onnxruntime-int8", "openvino-fp32", "openvino-bf16", "graph-fp32"]
+    here = timed(shape, dict(zip(names, [5.0, 3.0, 2.0, 4.0, 4.5], strict=True)))
+    final = timed(Shape(1, 16), dict.fromkeys(["onnxruntime-int8", "openvino-bf16", "graph-fp32"], 1.0))
+    bench = Bench("graph-fp32", (*here.timings, *final.timings), ())
+    ranking = rank(bench, shape, [Variant.parse(name) for name in names])
+    assert [variant.name for variant in ranking] == [names[place] for place in (1, 3, 2, 4, 0)]
+    # Where there was no final, their own times tell.
+    assert [variant.name for variant in rank(here, shape, ranking)] == [names[place] for place in (2, 1, 3, 4, 0)]
 
 
 def test_the_front_leaves_out_what_is_slower_and_no_nearer() -> None:

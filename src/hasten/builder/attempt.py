@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source
+from hasten.builder.choose import check_not_again
 from hasten.builder.given import LoadedGraph
 from hasten.builder.load import LoadedModel
 from hasten.builder.passes import record
 from hasten.builder.search import Trial
 from hasten.bundle import VariantEntry
-from hasten.core.errors import PlanError, StageError
+from hasten.core.errors import StageError, translate_os_errors
 from hasten.core.plan import Plan
 from hasten.core.progress import Progress, Silent
 from hasten.core.report import Pass
@@ -56,6 +57,16 @@ class Attempts:
     recipes: dict[Variant, Recipe] = field(default_factory=dict)
 
     def __call__(self, variant: Variant) -> Trial:
+        try:
+            # A disk that is full for one may have room for a smaller one.
+            with translate_os_errors(f"making {variant} in {self.work}", self.work):
+                return self._try(variant)
+        except BaseException:
+            for folder in self._folders(variant):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _try(self, variant: Variant) -> Trial:
         artifact = self.make(variant)
         with self._open(artifact) as session:
             if session.spec.precision != variant.precision:
@@ -65,11 +76,16 @@ class Attempts:
             verdict = verify(predictor, variant.name, self.expected, self.plan.gate, self.progress, batch_sizes=sizes)
         verdict = with_fault(verdict, artifact, self.expected.encoded.batch, self._options)
         if not verdict.passed:
-            shutil.rmtree(artifact.directory)
+            self.discard(artifact)
         return Trial(artifact, verdict)
 
+    def discard(self, artifact: Artifact) -> None:
+        """Only what was made here: its directory is one of ours."""
+        shutil.rmtree(artifact.directory)
+
     def make(self, variant: Variant) -> Artifact:
-        folder = self._folder(variant.name)
+        folder, _ = self._folders(variant)
+        folder.mkdir()
         source = self._source(variant)
         artifact = BACKENDS.get(variant.backend).make(source, variant, folder)
         if variant in self.recipes:
@@ -106,6 +122,8 @@ class Attempts:
     def _instructions(self, variant: Variant) -> tuple[str, ...]:
         """What a variant needs of the processor beside what its backend asks for: int8 that we made for a target."""
         recipe = self.recipes.get(variant)
+        # Products in blocks need none: ONNX Runtime's kernels add pairs in 16 bits only where they fit (four bits, or
+        # every other byte of eight), and where a processor has none of them it widens the weights to fp32.
         is_bytes = recipe is not None and recipe.method is not Method.BLOCKS
         return needed(self.target) if is_bytes else ()
 
@@ -118,12 +136,13 @@ class Attempts:
         if dialect is Dialect.MODULE or variant == self.loaded.baseline:
             return self.loaded.source
         graph = self.graphs[dialect]
-        if self.loaded.precision is not Precision.FP32 and (variant.ways or self.given is not None):
-            raise PlanError(f"{variant} cannot be made: the graph that was given is in {self.loaded.precision} already")
+        check_not_again(variant, self.loaded.precision, self.given)
         if is_quantized(variant) and self.loaded.precision is Precision.FP32:
             recipe = self.recipes[variant] = self._recipes.recipe(variant)
             is_openvino = recipe.method is Method.NNCF
-            quantized = self._folder(f"{variant.name}-graph") / ("model.xml" if is_openvino else graph.name)
+            _, folder = self._folders(variant)
+            folder.mkdir()
+            quantized = folder / ("model.xml" if is_openvino else graph.name)
             rows = self._calibration if is_openvino else None
             make_graph(graph, quantized, recipe, rows, external_data=is_large(graph))
             if not is_openvino:
@@ -140,10 +159,9 @@ class Attempts:
             self.passes.append(record("guard", graph, graph, variants=[variant.name], notes=[describe(found)]))
         return replace(source, beyond_fp16=frozenset(one.tensor for one in found))
 
-    def _folder(self, name: str) -> Path:
-        folder = self.work / name
-        folder.mkdir()
-        return folder
+    def _folders(self, variant: Variant) -> tuple[Path, Path]:
+        """Where a variant lies, and the graph it is made from where that is quantized for it."""
+        return self.work / variant.name, self.work / f"{variant.name}-graph"
 
     @cached_property
     def _recipes(self) -> Recipes:

@@ -37,10 +37,9 @@ from hasten.core.version import __version__
 from hasten.graph import is_large
 from hasten.measure.bench import bench
 from hasten.measure.fault import find_fault, is_finite
-from hasten.measure.rows import Rows, check_rows, choose_rows
+from hasten.measure.rows import SAMPLE, Rows, check_rows, choose_rows, naming
 from hasten.measure.verify import Expectation, expect
 from hasten.predictor import Predictor
-from hasten.quantize.ways import needs_calibration
 
 logger = logging.getLogger("hasten")
 
@@ -106,7 +105,8 @@ class _Build:
             original = self._original(loaded)
             gate, predictor = self.plan.gate, Predictor(loaded.task, tokenizer, original)
             # Once more, now that all labels are known for sure: an adapter may bring its own.
-            check_rows(predictor.task, loaded.task, rows, gate, gate.needing_labels)
+            with naming(self.plan.data or SAMPLE, predictor.task, rows):
+                check_rows(predictor.task, loaded.task, rows, gate, gate.needing_labels)
             expected = expect(predictor, rows, self.progress, metric=gate.metric)
             notes += [f"{len(rows)} rows answered by {loaded.baseline}", *chosen.notes]
             if expected.metric is not None:
@@ -165,7 +165,7 @@ class _Build:
             if attempts.recipes:
                 notes += describe_target(target, self.machine)
             self.passes += attempts.passes
-        refused = (*_inaccurate(search.trials), *search.failed, *self.about.unavailable)
+        refused = (*_inaccurate(search.trials), *search.others, *self.about.unavailable)
         if not any(BACKENDS.get(variant.backend).is_stored for variant in eligible):
             raise AccuracyError(
                 f"no variant of {model.id} may be used", hint="the gate is set by --min-agreement and --max-drop",
@@ -176,8 +176,9 @@ class _Build:
             shapes = self._shapes(loaded, notes)
             racing = {variant: trial.artifact for variant, trial in eligible.items()}
             baseline = racing.pop(loaded.baseline, None) or attempts.make(loaded.baseline)
+            racing = {loaded.baseline: baseline, **racing}
             measured = bench(
-                [baseline, *racing.values()],
+                list(racing.values()),
                 shapes.corners(),
                 expected.encoded.batch,
                 budget_s=self.plan.bench_budget_s,
@@ -191,6 +192,9 @@ class _Build:
         if loaded.baseline not in verdicts:
             refused = (Candidate(loaded.baseline.name, Status.BASELINE, "the original"), *refused)
         kept = ranking if self.plan.keep is Keep.ALL else ranking[:2]
+        for variant, artifact in racing.items():
+            if variant not in kept:
+                attempts.discard(artifact)
         self.passes = _of_stored(self.passes, [variant.name for variant in kept])
         report = self._report(measured, ranking, shapes, verdicts, refused)
         with self._stage("write"), BundleWriter(self.about.target, force=self.force) as writer:
@@ -236,7 +240,8 @@ class _Build:
     def _choose_rows(self, loaded: Original) -> Rows:
         """Rows are set aside for calibration only where something is calibrated."""
         names = (*self.about.contenders, *self.about.further)
-        is_needed = loaded.precision is Precision.FP32 and any(needs_calibration(Variant.parse(name)) for name in names)
+        is_whole = loaded.precision is Precision.FP32
+        is_needed = is_whole and any(self.given.calibrates(Variant.parse(name)) for name in names)
         return choose_rows(loaded.task, self.given.data, self.given.calibration, is_needed=is_needed)
 
     def _load(self, model: ModelDirectory) -> Original:
@@ -287,7 +292,7 @@ class _Build:
         raise AccuracyError(f"{loaded.baseline} itself answers with numbers that are not finite{where}")
 
     def _search(self, attempts: Attempts) -> Search:
-        search = Search(attempts, attempts.most_sensitive, self.plan.budget_s, self.progress)
+        search = Search(attempts, attempts.most_sensitive, attempts.discard, self.plan.budget_s, self.progress)
         wanted = [Variant.parse(name) for name in self.about.contenders]
         if self.plan.variants or self.given.recipe is not None:
             search.try_asked(wanted)

@@ -10,7 +10,7 @@ from hasten.core.hardware import Machine
 from hasten.core.plan import Plan
 from hasten.core.report import Bench, Candidate, Status, Verdict
 from hasten.core.tensors import Shape
-from hasten.core.variant import Variant
+from hasten.core.variant import Precision, Variant
 from hasten.quantize.recipe import Recipe
 from hasten.quantize.ways import check_recipe, check_ways
 
@@ -59,6 +59,12 @@ def contenders(
     return wanted, unavailable
 
 
+def check_not_again(variant: Variant, came_in: Precision, recipe: Recipe | None) -> None:
+    """A graph that came quantized runs as it is, or not at all."""
+    if came_in is not Precision.FP32 and (variant.ways or recipe is not None):
+        raise PlanError(f"{variant} cannot be made: the graph that was given is in {came_in} already")
+
+
 def _is_made_from(backend: str, baseline: str) -> bool:
     """Whether a backend can be made from a model of this kind: without a module, none that runs one."""
     return baseline == MODULE or BACKENDS.get(backend).dialect is not Dialect.MODULE
@@ -67,8 +73,16 @@ def _is_made_from(backend: str, baseline: str) -> bool:
 def rank(bench: Bench, shape: Shape, eligible: Sequence[Variant]) -> list[Variant]:
     """Eligible variants that a bundle may hold, fastest first at this shape."""
     timings = bench.at(shape)
-    stored = [variant for variant in eligible if BACKENDS.get(variant.backend).is_stored]
-    return sorted(stored, key=lambda variant: timings[variant.name].p50_ms)
+    finalists = {timing.variant for timing in bench.timings if timing.shape != shape} - {bench.baseline}
+    slowest = max((timings[name].p50_ms for name in finalists), default=0.0)
+
+    def time(variant: Variant) -> tuple[float, bool]:
+        is_final = variant.name in (*finalists, bench.baseline)
+        # Whoever lost in another heat, at another time, is not taken for faster than a finalist.
+        own = timings[variant.name].p50_ms
+        return (own if is_final else max(own, slowest)), not is_final
+
+    return sorted((variant for variant in eligible if BACKENDS.get(variant.backend).is_stored), key=time)
 
 
 def explain(

@@ -7,19 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hasten.builder.choose import GRAPH, MODULE, contenders
+from hasten.backends.onnxruntime import stored_precision
+from hasten.builder.choose import GRAPH, MODULE, check_not_again, contenders
 from hasten.builder.detect import detect_task, foresee
 from hasten.builder.search import lacking, ladder
 from hasten.builder.source import ModelDirectory, find_model
 from hasten.bundle.write import check_target
 from hasten.core.cache import cache_directory
-from hasten.core.errors import PlanError, missing_package
+from hasten.core.errors import PlanError, StageError, missing_package
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Plan
 from hasten.core.report import Candidate, Status
-from hasten.core.variant import Variant
+from hasten.core.variant import Precision, Variant
 from hasten.measure.data import Data, check_columns, read_data
-from hasten.measure.rows import check_calibration, check_rows, set_aside
+from hasten.measure.rows import check_calibration, check_rows, naming, set_aside
 from hasten.quantize.recipe import Method, Recipe, read_recipe
 from hasten.quantize.ways import needs_calibration
 from hasten.tasks import AnyTask
@@ -55,6 +56,11 @@ class Given:
     calibration: Data | None
     recipe: Recipe | None
 
+    def calibrates(self, variant: Variant) -> bool:
+        """Whether making a variant takes rows: a recipe carries all that was found, but for NNCF's."""
+        is_found = self.recipe is not None and self.recipe.method is not Method.NNCF
+        return not is_found and needs_calibration(variant)
+
 
 def look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None) -> tuple[Outline, Given]:
     """The outline, and the rows that were read for it."""
@@ -75,18 +81,20 @@ def look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None
         for variant in wanted:
             if (package := lacking(variant)) is not None:
                 raise missing_package(package, f"making {variant}", package)
-    if asked := _not_calibrated(wanted, given):
+    came_in = _came_in(model)
+    for variant in wanted:
+        check_not_again(variant, came_in, given.recipe)
+    if asked := _not_calibrated(wanted, given, came_in):
         raise PlanError(f"{asked[0]} is calibrated: {_too_few(given)}", hint="--calibration with other rows")
     target = output or cache_directory() / "bundles" / _cache_name(model, directory)
     if output is None:
         check_target(target, force=True)
     further: list[Variant] = []
     if not plan.variants and given.recipe is None:
-        further, missing = ladder(wanted)
-        unavailable += missing
-        for variant in _not_calibrated(further, given):
-            further.remove(variant)
-            unavailable.append(Candidate(variant.name, Status.SKIPPED, f"not tried: {_too_few(given)}"))
+        further, others = _further(wanted, given, came_in)
+        unavailable += others
+    if given.calibration is not None and not _calibrated((*wanted, *further), given, came_in):
+        notes += ("--calibration is not used: nothing that is tried is calibrated",)
     names, later = (tuple(variant.name for variant in variants) for variants in (wanted, further))
     return Outline(model.id, task.name, target, baseline, names, later, tuple(unavailable), notes), given
 
@@ -98,19 +106,50 @@ def _check_given(given: Given, plan: Plan, model: ModelDirectory, task: AnyTask)
     if given.data is not None:
         spec = foresee(model, task, plan)
         rows = given.data.rows_for(spec, is_quiet=True) if spec is not None else given.data.rows
-        notes += check_rows(task, spec, rows, plan.gate, plan.gate.needing_labels)
+        with naming(given.data.name, task, rows):
+            notes += check_rows(task, spec, rows, plan.gate, plan.gate.needing_labels)
     if given.calibration is not None:
         notes += check_calibration(task, given.data, given.calibration)
     return notes
 
 
-def _not_calibrated(variants: Sequence[Variant], given: Given) -> list[Variant]:
+def _came_in(model: ModelDirectory) -> Precision:
+    """What a model is stored in: fp32, to which halves are widened, unless it is a graph that was quantized before.
+
+    A graph on the hub is not there yet, and one that cannot be read is for whoever loads it to refuse.
+    """
+    graph = model.path / model.graph if model.graph is not None else None
+    if graph is None or not graph.is_file():
+        return Precision.FP32
+    try:
+        found = stored_precision(graph)
+    except ImportError as error:
+        raise missing_package("onnx", "building", "build") from error
+    except StageError:
+        return Precision.FP32
+    return found if found in (Precision.INT8, Precision.INT4) else Precision.FP32
+
+
+def _further(wanted: Sequence[Variant], given: Given, came_in: Precision) -> tuple[list[Variant], list[Candidate]]:
+    """What is tried beyond what backends offer, and what is not, with the reason."""
+    further, others = ladder(wanted)
+    refused, reason = _not_calibrated(further, given, came_in), _too_few(given)
+    if came_in is not Precision.FP32:
+        refused, reason = further, f"the graph that was given is in {came_in} already"
+    others += [Candidate(variant.name, Status.SKIPPED, f"not tried: {reason}") for variant in refused]
+    return [variant for variant in further if variant not in refused], others
+
+
+def _calibrated(variants: Sequence[Variant], given: Given, came_in: Precision) -> list[Variant]:
+    """Those that take rows to be made."""
+    return [variant for variant in variants if came_in is Precision.FP32 and given.calibrates(variant)]
+
+
+def _not_calibrated(variants: Sequence[Variant], given: Given, came_in: Precision) -> list[Variant]:
     """Those that take rows to be made, where there are none: not even some to set aside."""
     if given.data is None or given.calibration is not None or set_aside(len(given.data.rows)):
         return []
-    if given.recipe is not None and given.recipe.method is not Method.NNCF:
-        return []  # it carries all that was found
-    return [variant for variant in variants if needs_calibration(variant)]
+    return _calibrated(variants, given, came_in)
 
 
 def _too_few(given: Given) -> str:

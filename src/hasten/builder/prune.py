@@ -9,14 +9,15 @@ one row instead of all. Nothing is approximated, and no architecture has to be k
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
+from hasten.builder.axes import Call, Shape, carrying
 from hasten.core.tensors import IntArray
 from hasten.graph import attribute, copy_graph, read_graph, write_graph
 
@@ -29,8 +30,6 @@ _LAST = 2**63 - 1
 _ENDS = (0, -1)
 # Operators before it take what they work along as attributes, and a softmax goes along all axes behind its own.
 _OLDEST_OPSET = 13
-
-Shape: TypeAlias = tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +182,12 @@ class _Pruner:
 
     def _needs(self, node: Any, wish: _Wish) -> list[_Wish | None] | None:
         """What a node needs of each input to give one place of its outputs; None if it can only give all."""
-        rule = (_FUSED_RULES if node.domain == _FUSED else _RULES).get(node.op_type)
         names = (*node.input, node.output[0])
         shapes = [self._shapes.get(name, ()) for name in names]
-        if rule is None or (not node.domain and any(name and name not in self._shapes for name in names)):
+        if not node.domain and any(name and name not in self._shapes for name in names):
             return None
-        axes = rule(_Call(node, shapes[:-1], shapes[-1], [self._values(name) for name in node.input]), wish.axis)
+        call = Call(node, shapes[:-1], shapes[-1], [self._values(name) for name in node.input])
+        axes = carrying(call, wish.axis)
         return None if axes is None else [None if axis is None else _Wish(axis, wish.place) for axis in axes]
 
     def _change(self, number: int, small: Container[str]) -> None:
@@ -285,177 +284,3 @@ class _Pruner:
         del self._graph.node[:]
         self._graph.node.extend(nodes)
         del self._graph.value_info[:]  # of sizes that may have changed
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A node, with the shapes of what it takes and gives, and the values of inputs that are small constants."""
-
-    node: Any
-    inputs: Sequence[Shape]
-    output: Shape
-    values: Sequence[IntArray | None]
-
-
-# Which axis of each input carries an axis of the output; None in the list for an input that is needed whole, None
-# instead of the list where the operator mixes places.
-Axes: TypeAlias = list[int | None] | None
-
-
-def _broadcast(call: _Call, axis: int) -> Axes:
-    """Place by place: an input that is one place wide there, or has no such axis, serves every place.
-
-    One of unknown width is cut: of one place that leaves it as it is.
-    """
-    result: list[int | None] = []
-    for shape in call.inputs:
-        own = axis - (len(call.output) - len(shape))
-        result.append(own if own >= 0 and shape[own] != 1 else None)
-    return result
-
-
-def _first_only(call: _Call, axis: int) -> Axes:
-    """The first input place by place; the others (a minimum, a type) are for all."""
-    return [axis, *[None] * (len(call.inputs) - 1)]
-
-
-def _along_other_axis(call: _Call, axis: int) -> Axes:
-    """Softmax and its like: each place by itself, unless the axis is the one it works along."""
-    default = 0 if call.node.op_type == "Split" else -1
-    works_along = attribute(call.node, "axis", default) % len(call.output)
-    return _first_only(call, axis) if axis != works_along else None
-
-
-def _norm(call: _Call, axis: int) -> Axes:
-    return _first_only(call, axis) if axis < attribute(call.node, "axis", -1) % len(call.output) else None
-
-
-def _reduce(call: _Call, axis: int) -> Axes:
-    axes = attribute(call.node, "axes", None)
-    if axes is None and len(call.values) > 1:
-        axes = call.values[1]
-    is_apart = axes is not None and axis not in {int(value) % len(call.inputs[0]) for value in axes}
-    return _first_only(call, axis) if is_apart and attribute(call.node, "keepdims", 1) else None
-
-
-def _matmul(call: _Call, axis: int) -> Axes:
-    """The rows of the left side are apart, and so are the columns of the right one."""
-    left, right = call.inputs
-    rank = len(call.output)
-    if len(left) < 2 or len(right) < 2:
-        return None
-    if axis == rank - 2:
-        return [len(left) - 2, None]
-    if axis == rank - 1:
-        return [None, len(right) - 1]
-    return _broadcast(call, axis)
-
-
-def _gemm(call: _Call, axis: int) -> Axes:
-    if axis != 0 or attribute(call.node, "transA", 0):
-        return None
-    bias = [] if len(call.inputs) < 3 else [0 if len(call.inputs[2]) == 2 and call.inputs[2][0] != 1 else None]
-    return [0, None, *bias]
-
-
-def _transpose(call: _Call, axis: int) -> Axes:
-    order = attribute(call.node, "perm", None) or list(range(len(call.output)))[::-1]
-    return [order[axis]]
-
-
-def _reshape(call: _Call, axis: int) -> Axes:
-    """An axis that is the same before and after: as long, and with as many places in front of it."""
-    given, before = call.inputs[0], _product(call.output[:axis])
-    for own, size in enumerate(given):
-        if size is not None and size == call.output[axis] and before is not None and _product(given[:own]) == before:
-            return [own, None]
-    return None
-
-
-def _product(sizes: Shape) -> int | None:
-    known = [size for size in sizes if size is not None]
-    return prod(known) if len(known) == len(sizes) else None
-
-
-def _unsqueeze(call: _Call, axis: int) -> Axes:
-    if len(call.values) < 2 or call.values[1] is None:
-        return None
-    added = {int(value) % len(call.output) for value in call.values[1]}
-    return None if axis in added else [axis - sum(value < axis for value in added), None]
-
-
-def _squeeze(call: _Call, axis: int) -> Axes:
-    if len(call.values) < 2 or call.values[1] is None:
-        return None
-    rank = len(call.inputs[0])
-    gone = {int(value) % rank for value in call.values[1]}
-    return [[own for own in range(rank) if own not in gone][axis], None]
-
-
-def _slice(call: _Call, axis: int) -> Axes:
-    axes = call.values[3] if len(call.values) > 3 else None
-    if axes is None or axis in {int(value) % len(call.output) for value in axes}:
-        return None
-    return _first_only(call, axis)
-
-
-def _gather(call: _Call, axis: int) -> Axes:
-    along, rank = attribute(call.node, "axis", 0) % len(call.inputs[0]), len(call.inputs[1])
-    if axis < along:
-        return [axis, None]
-    return [axis - rank + 1, None] if axis >= along + rank else [None, axis - along]
-
-
-def _gather_elements(call: _Call, axis: int) -> Axes:
-    along = attribute(call.node, "axis", 0) % len(call.output)
-    if axis == along:
-        return [None, axis]
-    sizes = (call.inputs[0][axis], call.inputs[1][axis])
-    return [axis, axis] if sizes[0] is not None and sizes[0] == sizes[1] else None
-
-
-def _concat(call: _Call, axis: int) -> Axes:
-    is_apart = axis != attribute(call.node, "axis", 0) % len(call.output)
-    return [axis] * len(call.inputs) if is_apart else None
-
-
-def _skip_norm(call: _Call, axis: int) -> Axes:
-    ranks = {len(shape) for shape in call.inputs[:2] if shape}
-    # What is added may have fewer axes, which are then others.
-    return [axis, axis, *[None] * (len(call.inputs) - 2)] if len(ranks) < 2 else None
-
-
-def _attention(call: _Call, axis: int) -> Axes:
-    """Rows of the queries are apart; keys and values need the input whole, and so it is asked for whole."""
-    is_plain = len(call.inputs) <= 4 and axis == 1 and attribute(call.node, "qkv_hidden_sizes", None) is None
-    is_plain = is_plain and not attribute(call.node, "unidirectional", 0) and not attribute(call.node, "do_rotary", 0)
-    return [None] * len(call.inputs) if is_plain else None
-
-
-_PLACE_BY_PLACE = (
-    "Abs Add And Cast Clip Div Equal Erf Exp Gelu Greater GreaterOrEqual Identity IsNaN Less LessOrEqual Log Max Min "
-    "Mul Neg Not Or Pow Reciprocal Relu Sigmoid Softplus Sqrt Sub Tanh Where"
-)
-_RULES: dict[str, Callable[[_Call, int], Axes]] = {
-    **dict.fromkeys(_PLACE_BY_PLACE.split(), _broadcast),
-    **dict.fromkeys(("LogSoftmax", "Softmax", "Split"), _along_other_axis),
-    **dict.fromkeys(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum"), _reduce),
-    "Concat": _concat,
-    "Gather": _gather,
-    "GatherElements": _gather_elements,
-    "Gemm": _gemm,
-    "LayerNormalization": _norm,
-    "MatMul": _matmul,
-    "Reshape": _reshape,
-    "Slice": _slice,
-    "Squeeze": _squeeze,
-    "Transpose": _transpose,
-    "Unsqueeze": _unsqueeze,
-}
-
-_FUSED = "com.microsoft"
-_FUSED_RULES: dict[str, Callable[[_Call, int], Axes]] = {
-    **dict.fromkeys(("BiasGelu", "FastGelu", "Gelu", "QuickGelu"), _first_only),
-    "Attention": _attention,
-    "SkipLayerNormalization": _skip_norm,
-}

@@ -77,10 +77,13 @@ class Search:
     attempt: Callable[[Variant], Trial]
     # The products of a variant, the one that costs most accuracy first, as many as are found by that time.
     most_sensitive: Callable[[Variant, float], Sequence[str]]
+    # Removes the files of one that will not be chosen: a search makes many.
+    discard: Callable[[Artifact], None]
     budget_s: float
     progress: Progress
     trials: dict[Variant, Trial] = field(default_factory=dict)
-    failed: list[Candidate] = field(default_factory=list)
+    # Those that were not tried, could not be made, or need not be timed.
+    others: list[Candidate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._until = time.monotonic() + self.budget_s
@@ -96,27 +99,30 @@ class Search:
             for variant in variants:
                 self._try(variant)
             for variant in further:
-                if self._is_over():
-                    reason = f"not tried: the {self.budget_s:.0f} s of --budget were over"
-                    self.failed.append(Candidate(variant.name, Status.SKIPPED, reason))
-                else:
+                if not self._is_skipped(variant):
                     self._try(variant)
         if _MENDED in self.trials and not self.trials[_MENDED].verdict.passed:
             self._mend(_MENDED)
 
     def _mend(self, variant: Variant) -> None:
         """Leave the most sensitive products in float: as few as will do, found by doubling, then by halving."""
-        most = len(self.most_sensitive(variant, self._until)) - 1  # with all of them it would be fp32
+        # With all of them it would be fp32.
+        most = 0 if self._is_over() else len(self.most_sensitive(variant, self._until)) - 1
+        if self._is_skipped(with_kept(variant, 1)):
+            return
         failing, count = 0, 1
-        while failing < most and not self._is_over():
+        while failing < most and not self._is_skipped(with_kept(variant, count)):
             if self._try(with_kept(variant, count)):
                 break
             failing, count = count, min(2 * count, most)
         else:
             return
-        while count - failing > 1 and not self._is_over():
+        while count - failing > 1:
             middle = (failing + count) // 2
+            if self._is_skipped(with_kept(variant, middle)):
+                return
             if self._try(with_kept(variant, middle)):
+                self._supersede(with_kept(variant, count), with_kept(variant, middle))
                 count = middle
             else:
                 failing = middle
@@ -127,12 +133,27 @@ class Search:
         except HastenError as error:
             if is_asked:
                 raise
-            self.failed.append(Candidate(variant.name, Status.FAILED, error.message))
+            self.others.append(Candidate(variant.name, Status.FAILED, error.message))
             self.progress.advance(note=f"{variant} failed")
             return False
         self.trials[variant] = trial
         self.progress.advance(note=f"{variant}: {trial.verdict.reason}")
         return trial.verdict.passed
+
+    def _supersede(self, variant: Variant, other: Variant) -> None:
+        """One that passed need not be timed where another does that computes less in float."""
+        trial = self.trials.pop(variant)
+        self.discard(trial.artifact)
+        reason = f"not timed: {other} answers like the original too, with less in float"
+        self.others.append(Candidate(variant.name, Status.ELIGIBLE, reason, trial.verdict))
+
+    def _is_skipped(self, variant: Variant) -> bool:
+        """Whether the time is over before a variant's turn: then it is said of that one."""
+        if self._is_over():
+            reason = f"not tried: the {self.budget_s:.0f} s of --budget were over"
+            self.others.append(Candidate(variant.name, Status.SKIPPED, reason))
+            return True
+        return False
 
     def _is_over(self) -> bool:
         return time.monotonic() > self._until

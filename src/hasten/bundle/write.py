@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -27,13 +26,20 @@ if TYPE_CHECKING:
 
 
 def check_target(target: Path, *, force: bool) -> None:
-    """Before any work: whether a bundle may be written there, without ever deleting what is not a bundle."""
-    above = next(parent for parent in target.absolute().parents if parent.exists())
-    if not above.is_dir():
-        raise PlanError(f"{above} is a file", hint="choose another place with -o")
-    # It is written beside its place, which a search of minutes should not end with.
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise PlanError(f"not allowed to write in {above}", hint="choose another place with -o")
+    """Before any work: whether a bundle can be written there, without ever deleting what is not a bundle."""
+    try:
+        _check_free(target, force=force)
+        above = next(parent for parent in target.absolute().parents if parent.exists())
+        if not above.is_dir():
+            raise PlanError(f"{above} is a file", hint="choose another place with -o")
+        # Tried, since nothing else tells for sure: it is written beside its place, at the end of minutes of work.
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=above):
+            pass
+    except OSError as error:
+        raise PlanError(f"{target} cannot be written: {error.strerror}", hint="choose another place with -o") from error
+
+
+def _check_free(target: Path, *, force: bool) -> None:
     if not target.exists():
         return
     if not target.is_dir():

@@ -20,7 +20,8 @@ from hasten.core.version import __version__
 COMMANDS = {
     "build": "make a model fast, prove it, and write the bundle",
     "run": "answer texts from a bundle",
-    "serve": "answer texts over HTTP, from one or several bundles",
+    "serve": "answer texts over HTTP and gRPC, from one or several bundles",
+    "stress": "put load on a server, and tell how it bears it",
     "verify": "prove again, here, that a bundle answers like the original",
     "bench": "time a bundle's variants on the full grid of shapes",
     "inspect": "show what a bundle holds, what was fused in its graph and what was not",

@@ -129,9 +129,10 @@ def print_report(report: Report) -> None:
         justify: Literal["left", "right"] = "right" if name in ("p50", "load", "memory", "size") else "left"
         # Half a name names nothing: rather let the sentence beside it wrap.
         table.add_column(name, justify=justify, no_wrap=name == "variant")
-    skipped = [candidate.variant for candidate in report.candidates if candidate.status is Status.SKIPPED]
+    skipped: dict[str, list[str]] = {}
     for candidate in _by_speed(report.candidates, at_optimal):
         if candidate.status is Status.SKIPPED:
+            skipped.setdefault(candidate.reason, []).append(candidate.variant)
             continue
         timing, size = at_optimal.get(candidate.variant), sizes.get(candidate.variant)
         table.add_row(
@@ -146,8 +147,8 @@ def print_report(report: Report) -> None:
             style=_STYLES[candidate.status],
         )
     out.print(table)
-    if skipped:
-        out.print(f"not tried, since --budget was over: {', '.join(skipped)}", style="dim", highlight=False)
+    for reason, names in skipped.items():
+        out.print(f"{', '.join(names)}: {escape(reason)}", style="dim", highlight=False)
     print_metrics(report.candidates)
     print_batches(report.candidates)
     print_shapes(report.bench, skip=optimal)

@@ -1,48 +1,125 @@
-"""hasten serve BUNDLE …"""
+"""hasten serve BUNDLE …, or MODEL …"""
 
 from __future__ import annotations
 
 import argparse
+import logging
+import sys
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+
+from hasten.bundle import Bundle, open_bundle
+from hasten.bundle.manifest import FILE as MANIFEST
+from hasten.bundle.manifest import is_bundle
+from hasten.core.errors import HastenError
+from hasten.server import logs
+from hasten.server.settings import OPTIONS, Settings, flag
+from hasten.server.supervise import supervise
+
+logger = logging.getLogger("hasten")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", type=Path, nargs="+", help="each is served by the name of its directory")
-    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="default: 127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="0: any that is free (default: 8000)")
-    parser.add_argument("--variant", metavar="NAME", help="default: the fastest that runs here")
-    parser.add_argument("--instances", type=int, default=1, metavar="N", help="sessions of each model (default: 1)")
-    parser.add_argument("--threads", type=int, metavar="N", help="of each session (default: the cores shared out)")
-    parser.add_argument("--max-wait", type=float, default=0.0, metavar="US", help="wait so long for a fuller batch")
-    parser.add_argument("--max-queue", type=int, default=2048, metavar="N", help="more requests than this get 429")
-    parser.add_argument("--max-body", type=float, default=32.0, metavar="MB", help="larger bodies get 413")
-    parser.add_argument("--key-file", type=Path, metavar="FILE", help="API keys, one a line (or HASTEN_API_KEYS)")
-    parser.add_argument("--drain", default="30s", metavar="TIME", help="time to answer what was taken, when stopped")
+    parser.add_argument(
+        "bundles",
+        nargs="*",
+        metavar="bundle",
+        help="each goes by the name of its directory; or a directory of bundles; or a model, to be built first",
+    )
+    what = "the same options from a file: max_queue = 100; each may also be HASTEN_… in the environment"
+    parser.add_argument("--config", type=Path, metavar="TOML", help=what)
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    defaults = Settings()
+    for name, option in OPTIONS.items():
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        what = option.help(getattr(defaults, name))
+        if option.is_flag:
+            groups[option.group].add_argument(flag(name), action=argparse.BooleanOptionalAction, help=what)
+        else:
+            groups[option.group].add_argument(flag(name), metavar=option.metavar, help=what)
 
 
 def main(args: argparse.Namespace) -> int:
-    from hasten.cli import console
-    from hasten.core.plan import parse_duration
-    from hasten.server.connection import HttpLimits
-    from hasten.server.queue import Limits
-    from hasten.server.run import Settings, run
-    from hasten.server.served import ModelSettings
+    settings = Settings.read(vars(args), file=args.config)
+    logs.set_up(settings.log)
+    try:
+        return _serve(settings, args)
+    except HastenError as error:
+        if settings.log != "json":
+            raise
+        # Whatever reads the log reads why it ended, too.
+        logger.critical("%s", error)
+        return error.exit_code
 
-    console.display(args.quiet)
-    settings = Settings(
-        bundles=tuple(args.bundle),
-        host=args.host,
-        port=args.port,
-        model=ModelSettings(
-            variant=args.variant,
-            instances=args.instances,
-            threads=args.threads,
-            max_wait_s=args.max_wait / 1e6,
-            limits=Limits(requests=args.max_queue),
-        ),
-        http=HttpLimits(body_bytes=int(args.max_body * 2**20)),
-        key_file=args.key_file,
-        drain_s=parse_duration(args.drain),
-    )
-    run(settings, on_ready=lambda address: console.out.print(f"ready on {address}", highlight=False))
+
+def _serve(settings: Settings, args: argparse.Namespace) -> int:
+    if settings.supervise:
+        return supervise([sys.executable, "-m", "hasten", "serve", *_words(args), "--no-supervise"], settings.hang)
+    from hasten.cli import console
+    from hasten.server.run import Addresses, run
+
+    def tell(addresses: Addresses) -> None:
+        if args.json:
+            console.print_json(addresses)
+            sys.stdout.flush()
+            return
+        if addresses.grpc is not None:
+            console.out.print(f"gRPC on {addresses.grpc}", highlight=False)
+        console.out.print(f"ready on {addresses.http}", highlight=False)
+
+    names = [name for given in settings.bundles for name in _spread(given)]
+    bundles = tuple(str(_bundle(name, args.quiet or settings.log == "json")) for name in names)
+    logs.set_up(settings.log)  # a build's display has its own
+    run(replace(settings, bundles=bundles), tell)
     return 0
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """The command line again, as it was given."""
+    words = [*args.bundles, *(["--config", str(args.config)] if args.config else [])]
+    for name, option in OPTIONS.items():
+        if (value := getattr(args, name)) is None:
+            continue
+        if option.is_flag:
+            words.append(flag(name) if value else flag(f"no_{name}"))
+        else:
+            words += [flag(name), value]
+    return [*words, *(["--json"] if args.json else []), *(["--quiet"] if args.quiet else [])]
+
+
+def _spread(name: str) -> list[str]:
+    """A directory of bundles as the bundles in it."""
+    path = Path(name)
+    if not path.is_dir() or is_bundle(path):
+        return [name]
+    inside = [entry for entry in path.iterdir() if is_bundle(entry) and not entry.name.startswith(".")]
+    return sorted(str(entry) for entry in inside) or [name]
+
+
+def _bundle(name: str, is_quiet: bool) -> Path:
+    """A bundle as it is; anything else is a model, built where that was not done before."""
+    path = Path(name)
+    is_damaged = (path / MANIFEST).is_file() and not (path / "config.json").is_file()
+    if is_bundle(path) or is_damaged:
+        return path  # whoever opens it says what is wrong with it
+    from hasten.builder.build import build
+    from hasten.builder.outline import outline
+    from hasten.cli import console
+    from hasten.core.plan import Plan
+    from hasten.core.progress import Silent
+
+    plan = Plan(model=name)
+    about = outline(plan)
+    if is_bundle(about.target) and _is_of(open_bundle(about.target), about.model, path):
+        return about.target
+    logger.info("%s is built first, which takes minutes and is done once", name)
+    return build(plan, progress=Silent() if is_quiet else console.display(quiet=False)).path
+
+
+def _is_of(bundle: Bundle, model: str, path: Path) -> bool:
+    """Whether it was made of this model, as it is now."""
+    built = datetime.fromisoformat(bundle.manifest.created).timestamp()
+    is_older = all(file.stat().st_mtime < built for file in path.rglob("*")) if path.is_dir() else True
+    return bundle.manifest.model.id == model and is_older

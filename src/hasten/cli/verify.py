@@ -29,6 +29,7 @@ def main(args: argparse.Namespace) -> int:
     from hasten.core.errors import AccuracyError, PlanError, UnsupportedError
     from hasten.core.plan import Gate, parse_columns
     from hasten.measure.data import check_columns, read_rows
+    from hasten.measure.rows import naming
     from hasten.measure.verify import GRAPH, reverify
     from hasten.tasks import TASKS
 
@@ -38,9 +39,11 @@ def main(args: argparse.Namespace) -> int:
     gate = Gate(args.min_agreement, args.max_drop, args.metric)
     progress = console.display(args.quiet)
     bundle = open_bundle(args.bundle)
-    check_columns(columns, TASKS.get(bundle.manifest.task.name))
+    task = TASKS.get(bundle.manifest.task.name)
+    check_columns(columns, task)
     rows = read_rows(args.data, columns, bundle.manifest.task) if args.data is not None else None
-    candidates = reverify(bundle, rows, gate, args.variant, args.threads, progress)
+    with naming(str(args.data or args.bundle), task, rows or ()):
+        candidates = reverify(bundle, rows, gate, args.variant, args.threads, progress)
     if args.json:
         console.print_json(candidates)
     else:

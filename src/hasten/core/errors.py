@@ -8,13 +8,14 @@ HastenError                what, why, and a hint for the next step
 ├── AccuracyError     5    no variant answers like the original
 ├── BundleError       6    a bundle that is missing, damaged or not ours
 └── ServeError        7    a request that a server does not answer
+    ├── UnauthorizedError  whoever asks has no key
     ├── TooLargeError      more than it was told to take at once
     ├── OverloadedError    more than it can take now: later, or elsewhere
     ├── DeadlineError      not in the time that was given
     └── UnavailableError   not while it starts, stops or is broken
 
 The number is the exit code of the command line; a server answers with the codes of its protocol
-(`server/status.py`). Vendors' exceptions are translated where the vendor is called.
+(`server/exchange.py`). Vendors' exceptions are translated where the vendor is called.
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ class BundleError(HastenError):
 
 class ServeError(HastenError):
     exit_code = 7
+
+
+class UnauthorizedError(ServeError):
+    pass
 
 
 class TooLargeError(ServeError):

@@ -13,6 +13,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from hasten.core.cgroup import cpu_quota, memory_left_bytes
+
 # Only what decides which variant can run or wins. The kernel's names on the left, ours on the right.
 _INSTRUCTIONS = {
     "avx2": "avx2",
@@ -84,14 +86,10 @@ def this_machine() -> Machine:
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity, and the container's quota where there is one."""
+    """Cores this process may use: its affinity, and its quota where it has one."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.exists():
-        limit, period = quota.read_text().split()
-        if limit != "max":
-            count = min(count, max(1, int(limit) // int(period)))
-    return count
+    quota = cpu_quota()
+    return count if quota is None else min(count, max(1, int(quota)))
 
 
 def peak_memory_bytes() -> int:
@@ -105,6 +103,14 @@ def peak_memory_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def available_memory_bytes() -> int | None:
+    """How much memory processes can still be given, by the system and by the limits of this one; None where unknown."""
+    meminfo = Path("/proc/meminfo")
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
+    known = [int(match[1]) * 1024 if match else None, memory_left_bytes()]
+    return min((size for size in known if size is not None), default=None)
 
 
 def busy_cpu_seconds() -> float | None:

@@ -46,10 +46,22 @@ class Range:
         return Range(min(self.min, limit), min(self.opt, limit), min(self.max, limit))
 
 
+# Of one batch: 8192 texts of 512. A model's activations for it are tens of gigabytes.
+_MOST_TOKENS = 2**22
+
+
 @dataclass(frozen=True, slots=True)
 class Shapes:
     batch: Range = Range(1, 8, 32)
     sequence: Range = Range(16, 128, 256)
+
+    def __post_init__(self) -> None:
+        if self.batch.max * self.sequence.max > _MOST_TOKENS:
+            raise PlanError(
+                f"--batch-size {self.batch.max} and --seq-len {self.sequence.max} make a batch of more than"
+                f" {_MOST_TOKENS} tokens",
+                hint="no memory would hold it: give sizes that requests really have",
+            )
 
     @property
     def optimal(self) -> Shape:

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from hasten.backends import Artifact
 from hasten.core.errors import StageError
-from hasten.core.hardware import busy_cpu_seconds
+from hasten.core.hardware import available_memory_bytes, busy_cpu_seconds
 from hasten.core.progress import Progress, step
 from hasten.core.report import Bench, Footprint, Timing
 from hasten.core.statistics import median_ratio
@@ -39,6 +40,10 @@ _LEAST_ROUNDS = 2
 _HOPELESS = 1.5
 _ROUNDS_TO_TELL = 3
 _SHORT = 0.25
+# What a process takes beside its weights, for libraries and activations, and how often it holds those: as they are
+# read, and as its kernels want them.
+_PROCESS_BYTES = 3 * 2**27
+_COPIES = 2
 # Above this others disturb the measurement; a machine's own daemons use less.
 BUSY_SHARE = 0.1
 
@@ -63,13 +68,69 @@ def bench(
     With `finalists`, only the baseline and that many of the fastest go on to the other shapes, and at the first shape
     whoever is hopelessly slow stops early. `rows` are real token rows, tiled to each shape. The budget counts the
     timing, not the start of the processes; a shape that does not fit into it still gets its least number of rounds.
-    `commands` start other lane programs for some contenders.
+    `commands` start other lane programs for some contenders. Where memory does not hold the processes of all at once,
+    they run in heats, the baseline in each, and the finalists meet once more at the first shape.
     """
+    race = partial(_race, rows=rows, threads=threads, commands=commands or {}, progress=progress)
+    heats = _heats(contenders)
+    if len(heats) == 1:
+        return race(contenders, shapes, budget_s=budget_s, finalists=finalists)
+    if finalists is None:
+        return _together([race(heat, shapes, budget_s=budget_s / len(heats)) for heat in heats], shapes)
+    ran = [race(heat, shapes[:1], budget_s=budget_s / 2 / len(heats), finalists=finalists) for heat in heats]
+    speeds = {timing.variant: timing.speedup.value for heat in ran for timing in heat.timings}
+    others = sorted(contenders[1:], key=lambda artifact: -speeds[artifact.variant.name])
+    final = _heats([contenders[0], *others[:finalists]])[0]
+    return _together([race(final, shapes, budget_s=budget_s / 2), *ran], shapes)
+
+
+def _heats(contenders: Sequence[Artifact]) -> list[list[Artifact]]:
+    """As many at a time as memory holds, and one beside the baseline in any case."""
+    baseline, *others = contenders
+    left = available_memory_bytes()
+    if left is None or sum(map(_memory_bytes, contenders)) <= left or not others:
+        return [list(contenders)]
+    heats: list[list[Artifact]] = []
+    for artifact in others:
+        if not heats or sum(map(_memory_bytes, [*heats[-1], artifact])) > left:
+            heats.append([baseline])
+        heats[-1].append(artifact)
+    return heats
+
+
+def _memory_bytes(artifact: Artifact) -> int:
+    return _PROCESS_BYTES + _COPIES * artifact.size_bytes
+
+
+def _together(heats: Sequence[Bench], shapes: Sequence[Shape]) -> Bench:
+    """One of several; what was measured twice counts as in the first."""
+    timings = {(timing.variant, timing.shape): timing for heat in reversed(heats) for timing in heat.timings}
+    footprints = {footprint.variant: footprint for heat in reversed(heats) for footprint in heat.footprints}
+    names = dict.fromkeys(timing.variant for heat in heats for timing in heat.timings)
+    return Bench(
+        heats[0].baseline,
+        tuple(timings[name, shape] for shape in shapes for name in names if (name, shape) in timings),
+        tuple(footprints[name] for name in names),
+        max((heat.others_share for heat in heats if heat.others_share is not None), default=None),
+    )
+
+
+def _race(
+    contenders: Sequence[Artifact],
+    shapes: Sequence[Shape],
+    *,
+    rows: Batch,
+    budget_s: float,
+    threads: int | None,
+    finalists: int | None = None,
+    commands: Mapping[str, Sequence[str]],
+    progress: Progress,
+) -> Bench:
     with ExitStack() as stack:
         with step(progress, "start benchmark processes", total=len(contenders)):
             lanes = []
             for artifact in contenders:
-                command = (commands or {}).get(artifact.variant.name, _LANE)
+                command = commands.get(artifact.variant.name, _LANE)
                 lanes.append(stack.enter_context(Lane(artifact, threads, command)))
                 progress.advance(note=artifact.variant.name)
         racing = lanes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ _SET_ASIDE = 0.2
 _MOST_SET_ASIDE = 256
 # The metrics of which one row is worth the same part, whatever is in it.
 _BY_ROW = ("accuracy", "F1", "exact match", "top-5 accuracy")
-_SAMPLE = "the built-in sample"
+SAMPLE = "the built-in sample"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def choose_rows(spec: TaskSpec, data: Data | None, calibration: Data | None, *, 
     """
     task = TASKS.get(spec.name)
     rows = data.rows_for(spec) if data is not None else sample_rows(spec)
-    name = data.name if data is not None else _SAMPLE
+    name = data.name if data is not None else SAMPLE
     if not is_needed:
         return Rows(rows, [])
     if calibration is None:
@@ -67,9 +68,21 @@ def check_rows(
     return ("one row was given: what is measured on it says little",) if len(rows) == 1 else ()
 
 
+@contextmanager
+def naming(name: str, task: AnyTask, rows: Sequence[Row]) -> Iterator[None]:
+    """Say of which data a complaint about rows is and, where a column is nowhere in it, how to tell its name there."""
+    try:
+        yield
+    except InputError as error:
+        missing = [column for column in task.fields if rows and not any(column in row for row in rows)]
+        hints = [error.hint, *(f"--columns {column}=COLUMN says what the data calls it" for column in missing[:1])]
+        raise InputError(f"{name}: {error.message}", hint="; ".join(filter(None, hints)) or None) from error
+
+
 def check_calibration(task: AnyTask, data: Data | None, calibration: Data) -> tuple[str, ...]:
     """Refuse rows that cannot be calibrated on, or that are the same as those to judge on; say how many are."""
-    _items(task, calibration.rows, calibration.name)
+    with naming(calibration.name, task, calibration.rows):
+        task.parse(calibration.rows)
     return () if data is None else _apart(task, data.rows, data.name, calibration)[1]
 
 
@@ -109,7 +122,7 @@ def _split(task: AnyTask, rows: list[Row], name: str) -> Rows:
 
 def _apart(task: AnyTask, rows: Sequence[Row], name: str, calibration: Data) -> tuple[list[Row], tuple[str, ...]]:
     """The rows to calibrate on that are not judged on, whatever their labels, and a note where there were others."""
-    items, others = task.parse(rows), _items(task, calibration.rows, calibration.name)
+    items, others = task.parse(rows), task.parse(calibration.rows)
     judged, seen = set(items), set(others)
     shared = sum(item in seen for item in items)
     if not shared:
@@ -122,10 +135,3 @@ def _apart(task: AnyTask, rows: Sequence[Row], name: str, calibration: Data) -> 
         )
     note = f"calibration and evaluation data share {shared} of {len(rows)} rows: those are not calibrated on"
     return kept, (note,)
-
-
-def _items(task: AnyTask, rows: Sequence[Row], name: str) -> list[object]:
-    try:
-        return list(task.parse(rows))
-    except InputError as error:
-        raise InputError(f"{name}: {error.message}", hint=error.hint) from error

@@ -11,6 +11,8 @@ from hasten.quantize.silence import silenced
 from hasten.quantize.split import kept
 
 _BITS = (4, 8)
+# Those ONNX Runtime has kernels for.
+_BLOCKS = (16, 32, 64, 128, 256)
 # ONNX Runtime's number for products computed in int8.
 _INT8 = 4
 
@@ -23,8 +25,10 @@ def quantize_blocks(graph: Path, file: Path, recipe: Recipe, *, external_data: b
 
     if recipe.bits not in _BITS:
         raise PlanError(f"weights of {recipe.bits} bits cannot be made", hint="bits is 4 or 8")
-    if recipe.block_size < 16 or recipe.block_size.bit_count() != 1:
-        raise PlanError(f"blocks of {recipe.block_size} cannot be made", hint="block_size is a power of two from 16 on")
+    if recipe.block_size not in _BLOCKS:
+        raise PlanError(
+            f"blocks of {recipe.block_size} cannot be made", hint=f"block_size is one of {', '.join(map(str, _BLOCKS))}"
+        )
     quantizer = MatMulNBitsQuantizer(
         read_graph(graph),
         bits=recipe.bits,

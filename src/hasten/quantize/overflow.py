@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from hasten.core.errors import StageError
-from hasten.core.hardware import usable_cores
 from hasten.graph import read_graph
 from hasten.quantize.calibration import Calibration
+from hasten.quantize.session import open_changed
 
 # Half of what fp16 holds: other texts may reach further than these.
 _LIMIT = float(np.finfo(np.float16).max) / 2
@@ -75,15 +75,9 @@ def _size(values: Any) -> float:
 
 def _activations(model: Any, folder: Path, calibration: Calibration) -> Iterator[tuple[str, float]]:
     """The largest of every tensor in every batch, found in the graph itself: only single numbers leave it."""
-    import onnxruntime
-
     names = _measure(model)
-    settings = onnxruntime.SessionOptions()
-    settings.intra_op_num_threads = usable_cores()
-    settings.log_severity_level = 3
-    settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     try:
-        session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+        session = open_changed(model, folder)
         taken = [entry.name for entry in session.get_inputs()]
         for feeds in calibration.feeds():
             ends = np.reshape(session.run(None, {name: feeds[name] for name in taken}), (-1, len(_ENDS)))

@@ -36,10 +36,12 @@ def propose(
     splits = find_splits({name: maxima[name] for name in seconds}, channels=channels, ratio=ratio)
     split(model, splits)
     left = maxima | {name: np.delete(maxima[name], outliers) for name, outliers in splits.items()}
-    return find_smoothing(model, left, calibration.first(_ROWS)), splits
+    return find_smoothing(model, graph.parent, left, calibration.first(_ROWS)), splits
 
 
-def find_smoothing(model: Any, maxima: Mapping[str, FloatArray], calibration: Calibration) -> dict[str, list[int]]:
+def find_smoothing(
+    model: Any, folder: Path, maxima: Mapping[str, FloatArray], calibration: Calibration
+) -> dict[str, list[int]]:
     """Exponents for those of the given products whose error they make clearly smaller, in a simulated quantization.
 
     Products that read the same tensor share them, so that it is divided once.
@@ -48,7 +50,8 @@ def find_smoothing(model: Any, maxima: Mapping[str, FloatArray], calibration: Ca
     groups = _groups([product for product in find_products(model) if product.name in maxima])
     choices = [_choices(group, maxima, wires) for group in groups]
     errors = np.zeros((len(groups), 1 + len(_ALPHAS)))
-    for values in stream(model, sorted({product.input for group in groups for product in group}), calibration):
+    inputs = sorted({product.input for group in groups for product in group})
+    for values in stream(model, folder, inputs, calibration):
         for number, group in enumerate(groups):
             for product in group:
                 taken = values[product.input].reshape(-1, product.inputs)

@@ -16,6 +16,7 @@ from hasten.core.tensors import FloatArray
 from hasten.graph import read_graph
 from hasten.quantize.calibration import Calibration
 from hasten.quantize.products import Product
+from hasten.quantize.session import open_changed
 
 # Of names that no exporter gives.
 _PREFIX = "hasten/"
@@ -26,19 +27,19 @@ _AXES_ARE_INPUTS = 18
 def input_maxima(graph: Path, products: Sequence[Product], calibration: Calibration) -> dict[str, FloatArray]:
     """The largest magnitude of each channel that a product takes, by the product's name."""
     widths = {product.input: product.inputs for product in products}
-    maxima = _maxima(read_graph(graph), widths, calibration)
+    maxima = _maxima(read_graph(graph, with_weights=False), graph.parent, widths, calibration)
     return {product.name: maxima[product.input] for product in products}
 
 
-def stream(model: Any, names: Sequence[str], calibration: Calibration) -> Iterator[dict[str, FloatArray]]:
-    """Tensors of a graph by name, batch after batch. They become outputs of it."""
+def stream(model: Any, folder: Path, names: Sequence[str], calibration: Calibration) -> Iterator[dict[str, FloatArray]]:
+    """Tensors of a graph by name, batch after batch. They become outputs of it; `folder` is where it lies."""
     import onnx
 
     if not names:
         return  # asked for none, ONNX Runtime gives all
     known = {entry.name for entry in model.graph.output}
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in known)
-    session = _open(model)
+    session = open_changed(model, folder)
     taken = [entry.name for entry in session.get_inputs()]
     for feeds in calibration.feeds():
         try:
@@ -48,11 +49,11 @@ def stream(model: Any, names: Sequence[str], calibration: Calibration) -> Iterat
         yield dict(zip(names, values, strict=True))
 
 
-def _maxima(model: Any, widths: Mapping[str, int], calibration: Calibration) -> dict[str, FloatArray]:
+def _maxima(model: Any, folder: Path, widths: Mapping[str, int], calibration: Calibration) -> dict[str, FloatArray]:
     """By tensor, of each of its channels; a tensor is taken as one channel where it is said to be one wide."""
     names = {_add_probe(model, name, width): name for name, width in widths.items()}
     result: dict[str, FloatArray] = {}
-    for values in stream(model, list(names), calibration):
+    for values in stream(model, folder, list(names), calibration):
         for probe, value in values.items():
             name = names[probe]
             result[name] = np.maximum(result[name], value) if name in result else value
@@ -90,16 +91,3 @@ def _constant(model: Any, name: str, values: Any) -> str:
     if all(tensor.name != name for tensor in model.graph.initializer):
         model.graph.initializer.append(numpy_helper.from_array(values, name))
     return name
-
-
-def _open(model: Any) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    # As written: nothing that is asked for may be fused away.
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    try:
-        return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        raise StageError(f"the graph does not open: {error}") from error

@@ -81,6 +81,8 @@ class Recipe:
 _ALWAYS = ("variant", "method", "target")
 # Many small numbers, written as a person would: one after the other, "-1×3" for one that comes three times.
 _LISTS = ("smooth", "split")
+# Of a product; no layer is nearly as wide.
+_MOST_CHANNELS = 2**20
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -94,6 +96,8 @@ def _numbers(listed: object) -> list[int]:
     numbers: list[int] = []
     for word in listed.split():
         number, _, count = word.partition("×")
+        if len(numbers) + int(count or 1) > _MOST_CHANNELS:
+            raise ValueError(f"'{word}' makes more than {_MOST_CHANNELS} channels")
         numbers += [int(number)] * int(count or 1)
     return numbers
 

@@ -76,7 +76,6 @@ def quantize_static(graph: Path, file: Path, recipe: Recipe, *, external_data: b
 
 
 def _quantize_products(model: Any, recipe: Recipe, activations: Any) -> Any:
-    from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
     from onnxruntime.quantization.quant_utils import add_dequant_output_suffix
 
@@ -85,11 +84,8 @@ def _quantize_products(model: Any, recipe: Recipe, activations: Any) -> Any:
         return model
     quantizer = QDQQuantizer(
         model,
-        per_channel=True,
-        reduce_range=recipe.reduce_range,
-        weight_qType=QuantType.QInt8,
+        **_told(recipe),
         activation_qType=activations,
-        tensors_range=_ranges(recipe),
         nodes_to_quantize=sorted(products),
         nodes_to_exclude=[],
         op_types_to_quantize=list(_PRODUCTS),
@@ -116,13 +112,10 @@ def _quantize_attention(model: Any, recipe: Recipe) -> Any:
 
     quantizer = ONNXQuantizer(
         model,
-        per_channel=True,
-        reduce_range=recipe.reduce_range,
+        **_told(recipe),
         mode=QuantizationMode.IntegerOps,
         static=True,
-        weight_qType=QuantType.QInt8,
         activation_qType=QuantType.QUInt8,
-        tensors_range=_ranges(recipe),
         nodes_to_quantize=[],
         nodes_to_exclude=[*kept(recipe), *(node.name for node in model.graph.node if loses_inputs(node))],
         op_types_to_quantize=["Attention"],
@@ -156,13 +149,19 @@ def _tell_inputs(graph: Any, recipe: Recipe) -> list[str]:
     return names
 
 
-def _ranges(recipe: Recipe) -> Any:
+def _told(recipe: Recipe) -> dict[str, Any]:
+    """What every quantizer is told: weights signed, with a scale for each column, and the ranges of activations."""
     import numpy as np
-    from onnxruntime.quantization import CalibrationMethod
+    from onnxruntime.quantization import CalibrationMethod, QuantType
     from onnxruntime.quantization.calibrate import TensorsData
 
     limits = {name: tuple(np.array(limit, np.float32) for limit in pair) for name, pair in recipe.ranges.items()}
-    return TensorsData(CalibrationMethod.MinMax, limits)
+    return {
+        "per_channel": True,
+        "reduce_range": recipe.reduce_range,
+        "weight_qType": QuantType.QInt8,
+        "tensors_range": TensorsData(CalibrationMethod.MinMax, limits),
+    }
 
 
 def _collector(model: Any, names: list[str], calibrator: Calibrator, work: Path) -> Any:

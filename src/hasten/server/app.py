@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from typing import TypeVar
 
-from hasten.core.errors import HastenError
+from hasten.core.errors import HastenError, StageError, UnavailableError
 from hasten.server import huggingface, openai, operations, tei, v2
-from hasten.server.exchange import Exchange, Response
+from hasten.server.engine import RetiredError
+from hasten.server.exchange import Exchange
+from hasten.server.keys import Keys
 from hasten.server.metrics import Metrics
 from hasten.server.models import Models
 from hasten.server.routes import Call, NotFoundError, Route, Router
+from hasten.server.watch import Seen, Watcher
 
 logger = logging.getLogger("hasten")
+
+Found = TypeVar("Found")
 
 PROTOCOLS: tuple[tuple[str, Sequence[Route]], ...] = (
     ("v2", v2.ROUTES),
@@ -24,16 +31,43 @@ PROTOCOLS: tuple[tuple[str, Sequence[Route]], ...] = (
 )
 
 
+# A body that is larger takes long enough to read for others to notice, where the event loop does it.
+_LARGE_BYTES = 2**16
+_READERS = 2
+
+
+class State(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
 class App:
     """Called with an exchange, from the event loop; it never waits."""
 
-    def __init__(self, models: Models, metrics: Metrics, *, keys: Iterable[str] = (), hang_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        models: Models,
+        metrics: Metrics,
+        keys: Keys,
+        watchers: Sequence[Watcher] = (),
+        *,
+        hang_s: float = 60.0,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
         self.models = models
         self.metrics = metrics
-        self.is_ready = False
+        self.keys = keys
+        self.state = State.STARTING
+        self._watchers = (metrics.on_seen, *watchers)
         self._hang_s = hang_s
-        self._keys = [key.encode() for key in keys]
+        self._on_close = on_close
+        self._readers = ThreadPoolExecutor(_READERS, "read")
         self._router = Router([route for _, routes in PROTOCOLS for route in routes] + operations.routes(self))
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is State.READY
 
     def is_alive(self) -> bool:
         """Not where a session has been running for longer than any batch may take."""
@@ -45,28 +79,58 @@ class App:
         return self._router.routes
 
     def __call__(self, exchange: Exchange) -> None:
+        exchange.watch = self.watch
+        if len(exchange.body) > _LARGE_BYTES:
+            self._readers.submit(self._read, exchange)
+        else:
+            self._answer(exchange)
+
+    def _read(self, exchange: Exchange) -> None:
+        self._answer(exchange)
+        if exchange.is_closed and exchange.on_close is not None:
+            # The client may have left before there was anything to withdraw.
+            exchange.on_close()
+
+    def _answer(self, exchange: Exchange) -> None:
         try:
             route, names = self._router.find(exchange.method, exchange.path)
-            if self._keys and not route.is_open and not self._is_known(exchange):
-                raise _Unauthorized
-            route.handle(Call(exchange, self.models, names))
+            exchange.tell = route.tell
+            if not route.is_open:
+                self.admit(exchange.headers.get("authorization", ""))
+            call = Call(exchange, self.models, names)
+            once_more(lambda: route.handle(call))
         except NotFoundError as error:
             exchange.reply(error.response())
-        except _Unauthorized:
-            headers = {"www-authenticate": "Bearer"}
-            body = Response.json({"error": "the API key is missing or unknown"}).body
-            exchange.reply(Response(401, body, headers=headers))
         except HastenError as error:
             exchange.fail(error)
         except Exception:
             logger.exception("%s %s failed", exchange.method, exchange.path)
-            exchange.reply(Response.json({"error": "the server failed on this request; its log says why"}, 500))
+            exchange.fail(StageError("the server failed on this request; its log says why"))
 
-    def _is_known(self, exchange: Exchange) -> bool:
-        """All keys are compared, each in constant time: how long it takes tells nothing."""
-        given = exchange.headers.get("authorization", "").removeprefix("Bearer ").strip().encode()
-        return any([hmac.compare_digest(given, key) for key in self._keys])  # noqa: C419
+    def admit(self, authorization: str) -> None:
+        """Refuse whoever comes too early, or without a key."""
+        if self.state is State.STARTING:
+            raise UnavailableError("the models are not loaded yet")
+        self.keys.check(authorization)
+
+    def watch(self, seen: Seen) -> None:
+        """From any thread; what goes wrong here is not the request's fault, nor the thread's."""
+        for watcher in self._watchers:
+            try:
+                watcher(seen)
+            except Exception:
+                logger.exception("a request could not be recorded")
+
+    def close(self, drain_s: float) -> bool:
+        """Answer what was taken, then stop; whether all of it was answered in time."""
+        is_done = self.models.close(drain_s)
+        self._on_close()
+        return is_done
 
 
-class _Unauthorized(Exception):  # noqa: N818 – no error of anyone's program
-    pass
+def once_more(ask: Callable[[], Found]) -> Found:
+    """Where a model is replaced between being found and being asked, the one in its place is asked."""
+    try:
+        return ask()
+    except RetiredError:
+        return ask()

@@ -6,30 +6,42 @@ Measured against uvicorn with the same application: docs/decisions/http.md.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import logging
+import sys
+import termios
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
 
-from hasten.core.errors import InputError, TooLargeError
+from hasten.core.errors import InputError, OverloadedError, TooLargeError
 from hasten.server.exchange import Exchange, Response, failure
+from hasten.server.wire import CONTINUE, target, to_bytes
 
-_REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
+logger = logging.getLogger("hasten")
+
 _MOST_HEADER_BYTES = 2**16
 _MOST_HEADERS = 200
-# Requests that a client may send ahead of their answers on one connection.
+# What a client may send ahead of its answers before it is not read from any more, not even to see whether it leaves.
 _MOST_AHEAD = 64
+_MOST_AHEAD_BYTES = 2**20
+# For who is refused, or would upgrade, to take its answer and close.
+_LINGER_S = 2.0
+# How often to find out whether a client that sends no more is still there.
+_PROBE_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
     body_bytes: int = 32 * 2**20
-    # From the first byte of a request to its last, and between requests.
+    # From the first byte of a request to its last, and between requests; who takes nothing for so long is cut off too.
     read_s: float = 30.0
     idle_s: float = 75.0
     connections: int = 4096
+    # Of all bodies that are being received or answered.
+    held_bytes: int = 2**29
 
 
 class Connections:
@@ -39,6 +51,7 @@ class Connections:
         self.app = app
         self.limits = limits
         self.open: set[Connection] = set()
+        self.held_bytes = 0
         self.is_draining = False
 
     def __call__(self) -> Connection:
@@ -50,6 +63,11 @@ class Connections:
         for connection in list(self.open):
             connection.close_if_idle()
 
+    def abort(self) -> None:
+        """Whoever has not sent or read all by now."""
+        for connection in list(self.open):
+            connection.abort()
+
 
 class Connection(asyncio.Protocol):
     def __init__(self, owner: Connections) -> None:
@@ -60,11 +78,19 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._transport: Any = None
         self._timer: asyncio.TimerHandle | None = None
-        # Answered in the order they came, one at a time.
+        self._write_timer: asyncio.TimerHandle | None = None
+        # Answered in the order they came, one at a time, each with whether others may follow; a refusal is the last.
         self._waiting: deque[tuple[Exchange, bool]] = deque()
         self._current: Exchange | None = None
-        self._is_keeping = True
-        self._is_refused = False
+        self._ahead_bytes = 0
+        self._is_kept = True
+        self._refusal: Response | None = None
+        # Nothing more is taken from it; it has sent all it will; a request has begun and not ended.
+        self._is_deaf = self._has_ended = self._is_within = False
+        # The client does not read what it is sent; it is not read from.
+        self._is_stuck = self._is_paused = False
+        self._body: list[bytes] = []
+        self._size = 0
         self._reset()
 
     # asyncio
@@ -73,112 +99,152 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         owner = self._owner
         owner.open.add(self)
-        if len(owner.open) > owner.limits.connections or owner.is_draining:
+        if len(owner.open) > 2 * owner.limits.connections:
+            transport.abort()
+        elif len(owner.open) > owner.limits.connections or owner.is_draining:
             self._refuse(Response.json({"error": "too many connections"}, 503))
-            return
-        self._wait(owner.limits.idle_s)
+        else:
+            self._wait(owner.limits.idle_s, self._leave)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._owner.open.discard(self)
         self._stop_waiting()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
         exchanges = [exchange for exchange, _ in self._waiting]
         for exchange in ([self._current] if self._current else []) + exchanges:
+            self._owner.held_bytes -= len(exchange.body)
             exchange.leave()
         self._waiting.clear()
         self._current = None
+        self._is_deaf = True
+        self._reset()
 
     def data_received(self, data: bytes) -> None:
         import httptools
 
-        if self._is_refused:
+        if self._is_deaf:
             return
+        self._unseen += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._refuse(failure(InputError("this server does not upgrade connections")))
-        except (httptools.HttpParserError, UnicodeDecodeError):
-            if not self._is_refused:
-                self._refuse(failure(InputError("this is not HTTP")))
+            # Read as the plain request that it also is, and the last: what follows may be another protocol.
+            self._is_deaf = True
+        except httptools.HttpParserCallbackError:
+            logger.exception("a request could not be taken")
+            self._refuse(Response.json({"error": "the server failed on this request; its log says why"}, 500))
+        except httptools.HttpParserError:
+            self._refuse(failure(InputError("this is not HTTP")))
+        else:
+            # The parser keeps a header to itself until it is whole.
+            if self._unseen > _MOST_HEADER_BYTES:
+                self._refuse_headers()
 
     def eof_received(self) -> bool:
-        """A client that has sent all it will may still wait for its answers."""
-        self._is_keeping = False
-        return self._current is not None or bool(self._waiting)
+        """A client that has sent all it will may still wait for its answers, except where TLS cannot tell that."""
+        self._is_deaf = self._has_ended = True
+        self._is_within = False
+        is_awaited = self._current is not None or bool(self._waiting)
+        if not is_awaited or self._transport.get_extra_info("ssl_object") is not None:
+            self._leave()
+            return False
+        self._wait(_PROBE_S, self._probe)
+        return True
 
     def pause_writing(self) -> None:
-        self._transport.pause_reading()
+        self._is_stuck = True
+        self._regulate()
+        self._watch_reader()
 
     def resume_writing(self) -> None:
-        self._transport.resume_reading()
+        self._is_stuck = False
+        self._regulate()
+        if self._current is None and not self._transport.is_closing():
+            self._next()
 
     # httptools
 
     def on_message_begin(self) -> None:
-        self._reset()
-        self._wait(self._owner.limits.read_s)
+        if not self._is_deaf:
+            self._reset()
+            self._is_within = True
+            self._wait(self._owner.limits.read_s, self._give_up)
 
     def on_url(self, url: bytes) -> None:
         self._url += url
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        if not self._is_headed:
+            self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self._header_count += 1
         self._count(len(name) + len(value))
-        if len(self._headers) > _MOST_HEADERS:
-            self._refuse(Response.json({"error": "too many headers"}, 431))
 
     def on_headers_complete(self) -> None:
+        # Headers behind a body, which chunks may have, are read and mean nothing.
+        self._is_headed = True
         declared = self._headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > self._owner.limits.body_bytes:
+        if declared.isdecimal() and int(declared) > self._owner.limits.body_bytes:
             self._too_large()
-        elif self._headers.get("expect", "").lower() == "100-continue":
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif self._headers.get("expect", "").lower() == "100-continue" and not self._is_deaf:
+            self._transport.write(CONTINUE)
+
+    def on_chunk_header(self) -> None:
+        self._unseen = 0
 
     def on_body(self, data: bytes) -> None:
+        self._unseen = 0
+        if self._is_deaf:
+            return
         self._size += len(data)
+        self._owner.held_bytes += len(data)
+        self._body.append(data)
         if self._size > self._owner.limits.body_bytes:
             self._too_large()
-        else:
-            self._body.append(data)
+        elif self._owner.held_bytes > self._owner.limits.held_bytes:
+            self._refuse(failure(OverloadedError("too much is being sent at once", retry_after_s=1.0)))
 
     def on_message_complete(self) -> None:
-        if self._is_refused:
+        if self._is_deaf:
             return
         self._stop_waiting()
-        path, _, query = self._url.partition(b"?")
+        self._is_within = False
+        path, query = target(self._url)
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        exchange = Exchange(
-            self._parser.get_method().decode(),
-            path.decode("latin-1"),
-            query.decode("latin-1"),
-            self._headers,
-            body,
-            self._answered,
-        )
-        is_keeping = self._parser.should_keep_alive() and not self._owner.is_draining
-        self._waiting.append((exchange, is_keeping))
-        if len(self._waiting) > _MOST_AHEAD:
-            self._transport.pause_reading()
+        # From here on the exchange holds it.
+        self._body, self._size = [], 0
+        method, limit = self._parser.get_method().decode(), self._owner.limits.body_bytes
+        exchange = Exchange(method, path, query, self._headers, body, self._answered, limit)
+        # Of older clients none is told how to know that the connection stays.
+        is_kept = self._parser.should_keep_alive() and self._parser.get_http_version() != "1.0"
+        self._waiting.append((exchange, is_kept))
+        self._ahead_bytes += len(body)
         if self._current is None:
             self._next()
+        self._regulate()
 
     # The way back
 
     def close_if_idle(self) -> None:
-        if self._current is None and not self._waiting and self._transport is not None:
-            self._transport.close()
-        self._is_keeping = False
+        if self._current is None and not self._waiting and not self._is_within:
+            self._leave()
+
+    def abort(self) -> None:
+        self._transport.abort()
 
     def _next(self) -> None:
-        if not self._waiting:
-            self._wait(self._owner.limits.idle_s)
+        if self._is_stuck:
             return
-        exchange, is_keeping = self._waiting.popleft()
-        if len(self._waiting) == _MOST_AHEAD:
-            self._transport.resume_reading()
-        self._current = exchange
-        self._is_keeping = self._is_keeping and is_keeping
-        self._owner.app(exchange)
+        if self._waiting:
+            self._current, self._is_kept = self._waiting.popleft()
+            self._ahead_bytes -= len(self._current.body)
+            self._regulate()
+            self._owner.app(self._current)
+        elif self._refusal is not None:
+            self._say_why()
+        elif not self._is_within:
+            self._wait(self._owner.limits.idle_s, self._leave)
 
     def _answered(self, response: Response) -> None:
         """From any thread."""
@@ -187,60 +253,122 @@ class Connection(asyncio.Protocol):
 
     def _write(self, response: Response) -> None:
         exchange, self._current = self._current, None
-        if exchange is None or self._transport.is_closing():
+        if exchange is None:
             return
-        is_keeping = self._is_keeping and not self._owner.is_draining
-        self._transport.write(_bytes_of(response, is_keeping, has_body=exchange.method != "HEAD"))
-        if is_keeping:
+        self._owner.held_bytes -= len(exchange.body)
+        if self._transport.is_closing():
+            return
+        is_ending = self._is_deaf or self._owner.is_draining
+        is_last = not self._is_kept or (is_ending and not self._waiting and self._refusal is None)
+        self._transport.write(to_bytes(response, not is_last, has_body=exchange.method != "HEAD", request=exchange.id))
+        if not is_last:
             self._next()
+        elif self._is_deaf and not self._has_ended:
+            self._linger()
         else:
-            self._transport.close()
+            self._leave()
 
     def _refuse(self, response: Response) -> None:
-        """Answer what cannot be read to its end, and close."""
-        if self._is_refused:
+        """Answer what cannot be read to its end, after all that came before it, and close."""
+        if self._is_deaf:
             return
-        self._is_refused = True
+        self._is_deaf, self._is_within = True, False
         self._stop_waiting()
-        self._transport.write(_bytes_of(response, is_keeping=False, has_body=True))
-        self._transport.close()
+        self._reset()
+        self._refusal = response
+        if self._current is None and not self._waiting:
+            self._next()
+
+    def _say_why(self) -> None:
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            self._transport.write(to_bytes(refusal, is_keeping=False, has_body=True))
+            self._linger()
+
+    def _linger(self) -> None:
+        """Who still sends would be reset, were it closed now, before it has read its answer."""
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self._wait(_LINGER_S, self._leave)
 
     def _too_large(self) -> None:
         limit = self._owner.limits.body_bytes
         self._refuse(failure(TooLargeError(f"the body is larger than {limit} bytes")))
 
+    def _refuse_headers(self) -> None:
+        self._refuse(Response.json({"error": "the headers are too large"}, 431))
+
     # Time and size
 
     def _reset(self) -> None:
+        self._owner.held_bytes -= self._size
         self._url = b""
         self._headers: dict[str, str] = {}
-        self._body: list[bytes] = []
-        self._size = self._header_bytes = 0
+        self._body = []
+        self._size = self._header_bytes = self._header_count = self._unseen = 0
+        self._is_headed = False
 
     def _count(self, size: int) -> None:
+        self._unseen = 0
         self._header_bytes += size
-        if self._header_bytes > _MOST_HEADER_BYTES:
-            self._refuse(Response.json({"error": "the headers are too large"}, 431))
+        if self._header_bytes > _MOST_HEADER_BYTES or self._header_count > _MOST_HEADERS:
+            self._refuse_headers()
 
-    def _wait(self, seconds: float) -> None:
+    def _regulate(self) -> None:
+        """Read not too far ahead, and nothing from a client that does not read."""
+        is_far_ahead = len(self._waiting) > _MOST_AHEAD or self._ahead_bytes > _MOST_AHEAD_BYTES
+        is_paused = self._is_stuck or is_far_ahead
+        if is_paused != self._is_paused and not self._has_ended and not self._transport.is_closing():
+            self._is_paused = is_paused
+            if is_paused:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
+    def _give_up(self) -> None:
+        """A request does not come to its end; while another is being answered, nobody looks for it."""
+        read_s = self._owner.limits.read_s
+        if self._current is not None or self._waiting:
+            self._wait(read_s, self._give_up)
+        else:
+            self._refuse(Response.json({"error": f"the request did not come to its end in {read_s:g} s"}, 408))
+
+    def _probe(self) -> None:
+        """An interim response means nothing to a client that waits, and tells of one that is gone: it breaks."""
+        if not self._is_stuck and self._parser.get_http_version() != "1.0":
+            self._transport.write(CONTINUE)
+        self._wait(_PROBE_S, self._probe)
+
+    def _leave(self) -> None:
         self._stop_waiting()
-        self._timer = self._loop.call_later(seconds, self._transport.close)
+        self._transport.close()
+        self._watch_reader()
+
+    def _watch_reader(self) -> None:
+        """Cut off whoever takes nothing of what it was sent."""
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+        self._write_timer = self._loop.call_later(self._owner.limits.read_s, self._check_reader, self._unread())
+
+    def _check_reader(self, before: int) -> None:
+        if self._unread() < before:
+            self._watch_reader()
+        elif self._is_stuck or self._transport.is_closing():
+            self._transport.abort()
+
+    def _unread(self) -> int:
+        """Bytes that the client has not taken: here, and in the kernel, which keeps a few million."""
+        size = bytearray(4)
+        with suppress(OSError):
+            fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, size)
+        unread: int = self._transport.get_write_buffer_size()
+        return unread + int.from_bytes(size, sys.byteorder)
+
+    def _wait(self, seconds: float, then: Callable[[], None]) -> None:
+        self._stop_waiting()
+        self._timer = self._loop.call_later(seconds, then)
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _bytes_of(response: Response, is_keeping: bool, *, has_body: bool) -> bytes:
-    head = [
-        b"HTTP/1.1 %d %s\r\ncontent-type: %s\r\ncontent-length: %d\r\n"
-        % (response.status, _REASONS.get(response.status, b""), response.content_type.encode(), len(response.body))
-    ]
-    head += [f"{name}: {value}\r\n".encode("latin-1") for name, value in response.headers.items()]
-    if not is_keeping:
-        head.append(b"connection: close\r\n")
-    head.append(b"\r\n")
-    if has_body:
-        head.append(response.body)
-    return b"".join(head)

@@ -19,15 +19,23 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from hasten.backends import Session
-from hasten.core.errors import DeadlineError, HastenError, StageError, UnavailableError
+from hasten.core.errors import DeadlineError, HastenError, InputError, StageError, UnavailableError
 from hasten.core.tensors import Outputs, Signature, gather
-from hasten.server.fairness import Turns
+from hasten.server.admission import Admission
+from hasten.server.fairness import Seat, Turns
 from hasten.server.queue import Job, Limits, Queue, Work
 from hasten.tasks import Encoded
 
 logger = logging.getLogger("hasten")
 
 Answer = TypeVar("Answer")
+
+# For threads to end that have nothing left to do.
+_CLOSE_S = 1.0
+
+
+class RetiredError(UnavailableError):
+    """Asked after it was replaced, taken away or stopped: whoever still found it may look again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +86,13 @@ class Engine:
         limits: Limits,
         *,
         encoders: int,
-        turns: Turns | None = None,
+        seat: Seat | None = None,
         observer: Observer | None = None,
         max_wait_s: float = 0.0,
     ) -> None:
         self._signature: Signature = sessions[0].spec.signature
         self._queue = Queue(limits)
+        self._admission = Admission(limits, len(sessions))
         self._chores: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._workers_wake, self._encoders_wake = (threading.Condition(self._lock) for _ in range(2))
@@ -91,7 +100,7 @@ class Engine:
         self._idle_workers = self._idle_encoders = 0
         self._open = 0
         self._is_closing = False
-        self._turns = (turns or Turns(len(sessions))).join()
+        self._seat = seat or Turns(len(sessions)).join()
         self._observer = observer or Observer()
         self._max_wait_s = max_wait_s
         self._workers = [_Worker(session, threading.Thread(target=self._work, args=[place], daemon=True))
@@ -106,16 +115,17 @@ class Engine:
     def submit(self, request: Request[Answer]) -> None:
         with self._lock:
             if self._is_closing:
-                raise UnavailableError("the model is being taken away")
-            self._queue.check(self._open)
+                raise RetiredError("the model is being taken away")
+            self._admission.check(self._open)
             self._open += 1
             self._add_chore(lambda: self._prepare(request))
 
     def cancel(self, request: Request[Answer]) -> None:
         """The client has left: what was not begun is not done. Nobody is told."""
-        request.is_cancelled = True
-        if request.work is not None:
-            request.work.is_cancelled = True
+        with self._lock:
+            request.is_cancelled = True
+            if request.work is not None:
+                request.work.is_cancelled = True
 
     @property
     def waiting(self) -> int:
@@ -123,7 +133,7 @@ class Engine:
 
     @property
     def wait_s(self) -> float:
-        return self._queue.wait_s
+        return self._admission.wait_s(self._open)
 
     def hung_s(self, now: float) -> float:
         """How long the session that runs longest has been running."""
@@ -134,6 +144,7 @@ class Engine:
         until = time.monotonic() + timeout_s
         with self._lock:
             self._is_closing = True
+            self._workers_wake.notify_all()
             while self._open and (left := until - time.monotonic()) > 0:
                 self._all_done.wait(left)
             return not self._open
@@ -145,12 +156,15 @@ class Engine:
             self._workers_wake.notify_all()
             self._encoders_wake.notify_all()
         for work in waiting:
-            work.on_done(UnavailableError("the server is stopping"))
+            self._end(work, UnavailableError("the server is stopping"))
+        until = time.monotonic() + _CLOSE_S
         for thread in self._threads:
-            thread.join(timeout=5.0)
+            thread.join(max(0.0, until - time.monotonic()))
         for worker in self._workers:
             if not worker.thread.is_alive():
                 worker.session.close()
+        if not any(worker.thread.is_alive() for worker in self._workers):
+            self._seat.turns.retire(self._seat)
 
     # Threads
 
@@ -172,7 +186,7 @@ class Engine:
                     # Whoever added them took this thread for idle.
                     self._encoders_wake.notify_all()
             for work in dropped:
-                work.on_done(_why_dropped(work))
+                self._end(work, _why_dropped(work))
             if job is not None:
                 self._run(worker, job)
             elif chore is not None:
@@ -195,7 +209,9 @@ class Engine:
         oldest = self._queue.oldest
         if oldest is None:
             return False
-        return self._max_wait_s == 0 or self._queue.is_full or time.monotonic() - oldest >= self._max_wait_s
+        # At the end no more will come.
+        is_pressing = self._is_closing or self._max_wait_s == 0 or self._queue.is_full
+        return is_pressing or time.monotonic() - oldest >= self._max_wait_s
 
     def _patience(self) -> float | None:
         oldest = self._queue.oldest
@@ -218,6 +234,8 @@ class Engine:
             if request.deadline is not None and begin > request.deadline:
                 raise DeadlineError("its time was over before it was begun")
             encoded = request.encode()
+            if not encoded.batch.lengths.all() or not len(encoded.batch):
+                raise InputError("there is no token in it, or in one of its texts")
             encode_s = time.monotonic() - begin
             work = Work(
                 encoded.batch,
@@ -226,9 +244,11 @@ class Engine:
                 request.priority,
                 request.deadline,
             )
-            request.work = work
             with self._lock:
+                request.work = work
+                work.is_cancelled = request.is_cancelled
                 self._queue.put(work)
+                self._admission.encoded(work.batch.tokens)
                 if self._idle_workers:
                     self._workers_wake.notify()
         except HastenError as error:
@@ -240,8 +260,9 @@ class Engine:
     def _run(self, worker: _Worker, job: Job) -> None:
         begin = worker.busy_since = time.monotonic()
         try:
-            with self._turns.turn(job.batch.tokens):
+            with self._seat.turn(job.batch.tokens):
                 outputs = worker.session.run(job.batch)
+            parts = self._apart(job, outputs)
         except Exception as error:
             worker.busy_since = None
             self._isolate(worker, job, error)
@@ -249,46 +270,66 @@ class Engine:
         worker.busy_since = None
         seconds = time.monotonic() - begin
         with self._lock:
-            self._queue.ran(job.batch.tokens, seconds)
-        self._observer.on_batch(job, seconds)
-        self._hand_out(job, outputs, seconds)
+            self._admission.ran(job.batch.tokens, len(job.slices), seconds)
+        self._hand_out(job, parts, seconds)
+        # Counted when those who wait have their answers.
+        try:
+            self._observer.on_batch(job, seconds)
+        except Exception:
+            logger.exception("a batch could not be counted")
 
     def _isolate(self, worker: _Worker, job: Job, error: Exception) -> None:
-        """A batch failed: those that shared it with the one at fault are run again, each by itself."""
+        """A batch failed: it is run again in halves, until the one at fault is by itself."""
         if len(job.slices) > 1:
-            for part in job.slices:
-                self._run(worker, Job(part.batch(), [part]))
+            half = len(job.slices) // 2
+            for slices in (job.slices[:half], job.slices[half:]):
+                self._run(worker, Job.of(slices))
             return
         logger.error("a batch of %d rows failed: %s", len(job.batch), error)
         failure = error if isinstance(error, HastenError) else StageError(f"the model failed: {type(error).__name__}")
-        work = job.slices[0].work
-        if not work.is_cancelled:
-            work.is_cancelled = True
-            work.on_done(failure)
+        self._end(job.slices[0].work, failure)
 
-    def _hand_out(self, job: Job, outputs: Outputs, seconds: float) -> None:
+    def _hand_out(self, job: Job, parts: Sequence[Outputs], seconds: float) -> None:
         """To each request the outputs of its rows; whoever has all of them is answered."""
-        for part, own in zip(job.slices, self._apart(job, outputs), strict=True):
+        for part, own in zip(job.slices, parts, strict=True):
             work = part.work
             with self._lock:
                 work.parts.append((part.rows, own))
                 work.compute_s += seconds
                 is_complete = sum(len(rows) for rows, _ in work.parts) == len(work.batch)
-            if is_complete and not work.is_cancelled:
-                whole = own if len(work.parts) == 1 else gather(work.parts, work.batch, self._signature)
-                self._later(work, whole)
-            elif is_complete:
-                work.on_done(UnavailableError("the client has left"))
+            if is_complete:
+                self._later(work)
 
-    def _later(self, work: Work, outputs: Outputs) -> None:
+    def _later(self, work: Work) -> None:
         """Decoded here if nothing else is to be run, by others if so."""
         with self._lock:
             is_busy = self._queue.oldest is not None and self._idle_encoders > 0
             if is_busy:
-                self._chores.append(lambda: work.on_done(outputs))
+                self._chores.append(lambda: self._complete(work))
                 self._encoders_wake.notify()
         if not is_busy:
-            work.on_done(outputs)
+            self._complete(work)
+
+    def _complete(self, work: Work) -> None:
+        outcome: Outputs | HastenError
+        if work.is_cancelled:
+            outcome = UnavailableError("the client has left")
+        elif len(work.parts) == 1:
+            outcome = work.parts[0][1]
+        else:
+            try:
+                outcome = gather(work.parts, work.batch, self._signature)
+            except Exception as error:
+                logger.exception("outputs do not fit together")
+                outcome = StageError(f"the model failed: {type(error).__name__}")
+        self._end(work, outcome)
+
+    def _end(self, work: Work, outcome: Outputs | HastenError) -> None:
+        """Once, whatever else becomes of its rows: some may still wait or run when others have failed."""
+        with self._lock:
+            was_over, work.is_over = work.is_over, True
+        if not was_over:
+            work.on_done(outcome)
 
     def _apart(self, job: Job, outputs: Outputs) -> list[Outputs]:
         if len(job.slices) == 1:
@@ -322,13 +363,21 @@ class Engine:
     def _answer(self, request: Request[Answer], answer: Answer | HastenError, measured: Measured | None) -> None:
         with self._lock:
             self._open -= 1
+            if request.work is not None:
+                self._admission.answered(request.work.batch.tokens)
+                # They know each other: without this only the garbage collector, which stops all threads, frees them.
+                request.work = None
             if not self._open:
                 self._all_done.notify_all()
                 if self._is_closing:
                     self._workers_wake.notify_all()
                     self._encoders_wake.notify_all()
         if not request.is_cancelled:
-            request.on_done(answer, measured)
+            try:
+                request.on_done(answer, measured)
+            except Exception:
+                # Whoever asked is told no more; all others still are.
+                logger.exception("an answer could not be given")
 
 
 def _why_dropped(work: Work) -> HastenError:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
@@ -15,16 +16,22 @@ from hasten.core.errors import (
     OverloadedError,
     PlanError,
     TooLargeError,
+    UnauthorizedError,
     UnavailableError,
     UnsupportedError,
 )
+from hasten.server.compression import decompress
+from hasten.server.engine import Measured
+from hasten.server.watch import Seen, Watcher, request_id
 
 Body = TypeVar("Body")
 
-JSON = "application/json"
+JSON, TEXT, BINARY = "application/json", "text/plain", "application/octet-stream"
+REQUEST_ID = "x-request-id"
 
 # What went wrong to what HTTP calls it; the first that fits counts. What is not here is our own fault.
 _STATUS: tuple[tuple[type[HastenError], int], ...] = (
+    (UnauthorizedError, 401),
     (TooLargeError, 413),
     (OverloadedError, 429),
     (DeadlineError, 504),
@@ -48,7 +55,16 @@ class Response:
 
     @classmethod
     def text(cls, text: str, status: int = 200) -> Response:
-        return cls(status, text.encode(), "text/plain; charset=utf-8")
+        return cls(status, text.encode(), f"{TEXT}; charset=utf-8")
+
+
+class Failure(TypedDict):
+    error: str
+
+
+def tell_plainly(error: HastenError) -> Failure:
+    """What was wrong, as most protocols write it."""
+    return {"error": str(error)}
 
 
 @dataclass(slots=True, eq=False)
@@ -61,27 +77,55 @@ class Exchange:
     body: bytes
     # Takes the reply, once, from any thread.
     send: Callable[[Response], None]
-    is_closed: bool = False
+    # Of a body that comes compressed, when it no longer is.
+    most_bytes: int = 32 * 2**20
+    watch: Watcher | None = None
+    # How its protocol writes what was wrong.
+    tell: Callable[[HastenError], Mapping[str, object]] = tell_plainly
     # What to do when the client leaves before it is answered.
     on_close: Callable[[], None] | None = None
+    is_closed: bool = False
+    begin: float = field(default_factory=time.monotonic)
+    # For whoever watches: the model that was asked, and what it cost.
+    model: str = ""
+    measured: Measured | None = None
+    id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.id = request_id(self.headers.get(REQUEST_ID, ""))
 
     def reply(self, response: Response) -> None:
         if not self.is_closed:
             self.is_closed = True
+            # It leads to the request and from there back here: a circle, for the garbage collector alone to find.
+            self.on_close = None
             self.send(response)
+            if self.watch is not None:
+                self.watch(self._seen(response))
 
     def fail(self, error: HastenError) -> None:
-        self.reply(failure(error))
+        self.reply(failure(error, self.tell))
 
     def leave(self) -> None:
         """The client has gone."""
+        on_close = self.on_close
         if not self.is_closed:
             self.is_closed = True
-            if self.on_close is not None:
-                self.on_close()
+            if on_close is not None:
+                on_close()
+
+    def content(self) -> bytes:
+        """The body as it was before it was compressed."""
+        encoding = self.headers.get("content-encoding")
+        return self.body if encoding is None else decompress(self.body, encoding.lower(), self.most_bytes)
 
     def read_json(self, kind: type[Body]) -> Body:
-        return read_json(self.body, kind)
+        return read_json(self.content(), kind)
+
+    def _seen(self, response: Response) -> Seen:
+        seconds = time.monotonic() - self.begin
+        what, trace = f"{self.method} {self.path}", self.headers.get("traceparent", "")
+        return Seen(self.id, what, self.model, response.status, seconds, self.measured, trace)
 
 
 def read_json(body: bytes | memoryview, kind: type[Body]) -> Body:
@@ -98,11 +142,13 @@ def status_of(error: HastenError) -> int:
     return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
 
 
-def failure(error: HastenError) -> Response:
-    headers = {"retry-after": str(max(1, round(error.retry_after_s)))} if isinstance(error, OverloadedError) else {}
-    status = status_of(error)
-    body = msgspec.json.encode({"error": str(error)})
-    return Response(status, body, headers=headers)
+def failure(error: HastenError, tell: Callable[[HastenError], Mapping[str, object]] = tell_plainly) -> Response:
+    headers: dict[str, str] = {}
+    if isinstance(error, OverloadedError):
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    elif isinstance(error, UnauthorizedError):
+        headers["www-authenticate"] = "Bearer"
+    return Response(status_of(error), msgspec.json.encode(tell(error)), headers=headers)
 
 
 def plain(value: object) -> Any:

@@ -13,6 +13,8 @@ class Seat:
     """One model's account of the tokens it has been served."""
 
     turns: Turns
+    # That one turn of its takes.
+    cores: int = 1
     served: float = 0.0
     waiting: int = 0
 
@@ -22,21 +24,24 @@ class Seat:
         try:
             yield
         finally:
-            self.turns.leave()
+            self.turns.leave(self)
 
 
 class Turns:
-    """As many at once as there are places; among those who wait, the one that was served least."""
+    """As many at once as there are cores for; among those who wait, the one that was served least."""
 
-    def __init__(self, places: int) -> None:
-        self._free = places
+    def __init__(self, cores: int) -> None:
+        self._cores = self._free = cores
         self._seats: list[Seat] = []
+        # What whoever had the last turn had been served before it: where those are who are not idle.
+        self._now = 0.0
         self._change = threading.Condition()
 
-    def join(self) -> Seat:
+    def join(self, cores: int = 1) -> Seat:
+        """A model whose sessions take so many cores each."""
         with self._change:
             # A newcomer starts where the others are, not with the right to all they have had.
-            seat = Seat(self, min((other.served for other in self._seats), default=0.0))
+            seat = Seat(self, min(cores, self._cores), self._now)
             self._seats.append(seat)
             return seat
 
@@ -46,21 +51,22 @@ class Turns:
 
     def enter(self, seat: Seat, tokens: int) -> None:
         with self._change:
+            if not seat.waiting:
+                # Nor has whoever was idle a claim on what it did not want.
+                seat.served = max(seat.served, self._now)
             seat.waiting += 1
-            if not any(other.waiting for other in self._seats if other is not seat):
-                # Whoever was idle has no claim on the time that nobody wanted.
-                seat.served = max(seat.served, min(other.served for other in self._seats))
-            while not self._free or self._next() is not seat:
+            while self._free < seat.cores or self._next() is not seat:
                 self._change.wait()
             seat.waiting -= 1
+            self._now = max(self._now, seat.served)
             seat.served += tokens
-            self._free -= 1
+            self._free -= seat.cores
             if self._free:
                 self._change.notify_all()
 
-    def leave(self) -> None:
+    def leave(self, seat: Seat) -> None:
         with self._change:
-            self._free += 1
+            self._free += seat.cores
             self._change.notify_all()
 
     def _next(self) -> Seat:

@@ -21,7 +21,7 @@ class PredictRequest(msgspec.Struct):
 
 def predict(call: Call) -> None:
     request = call.exchange.read_json(PredictRequest)
-    served = call.models.only(call.names.get("model", request.model))
+    served = call.only(call.names.get("model", request.model))
     options = served.task.options(served.spec, request.parameters)
 
     def decode(outputs: Outputs, encoded: Encoded) -> Response:

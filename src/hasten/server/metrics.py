@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from hasten.core.errors import missing_package
 from hasten.core.hardware import peak_memory_bytes
-from hasten.server.engine import Measured, Observer
+from hasten.server.engine import Observer
+from hasten.server.models import Models
 from hasten.server.queue import Job
+from hasten.server.watch import Seen
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_TOO_MANY = 429
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -30,7 +34,7 @@ class Metrics:
         def counter(name: str, what: str, labels: list[str] | None = None) -> Any:
             return prometheus.Counter(f"hasten_{name}", what, labels or label, registry=registry)
 
-        self.requests = counter("requests", "Requests, by how they were answered.", ["model", "protocol", "status"])
+        self.requests = counter("requests", "Requests, by how they were answered.", ["model", "status"])
         self.duration = histogram("request_seconds", "From a request to its answer.")
         self.encode = histogram("encode_seconds", "Turning texts into tokens.")
         self.queue = histogram("queue_seconds", "Waiting for a session.")
@@ -39,35 +43,83 @@ class Metrics:
         self.tokens = counter("tokens", "Tokens that were asked for.")
         self.padding = counter("padding_tokens", "Tokens that were computed for nothing.")
         self.rejected = counter("rejected", "Requests refused because too many waited.")
-        self.waiting = prometheus.Gauge("hasten_waiting", "Requests that wait.", label, registry=registry)
         memory = prometheus.Gauge("hasten_peak_memory_bytes", "The most memory held so far.", registry=registry)
         memory.set_function(peak_memory_bytes)
         prometheus.ProcessCollector(registry=registry)
         self._render = prometheus.generate_latest
+        self.content_type: str = prometheus.CONTENT_TYPE_LATEST
+
+    def follow(self, models: Models) -> None:
+        """What is asked when it is scraped, rather than told when it changes."""
+        self._registry.register(_Live(models))
 
     def render(self) -> bytes:
         text: bytes = self._render(self._registry)
         return text
 
     def of(self, model: str) -> ModelMetrics:
+        for one in (self.duration, self.encode, self.queue, self.rejected):
+            one.labels(model)  # there from the start, at zero
         return ModelMetrics(self, model)
+
+    def on_seen(self, seen: Seen) -> None:
+        self.requests.labels(seen.model, seen.status).inc()
+        if not seen.model:
+            return
+        self.duration.labels(seen.model).observe(seen.seconds)
+        if seen.status == _TOO_MANY:
+            self.rejected.labels(seen.model).inc()
+        if seen.measured is not None:
+            self.encode.labels(seen.model).observe(seen.measured.encode_s)
+            self.queue.labels(seen.model).observe(seen.measured.queue_s)
+
+
+class _Live:
+    """What waits at each model that is there now, and the memory of the GPUs, if any."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._gpus = _gpus()
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        waiting = GaugeMetricFamily("hasten_waiting", "Requests that wait for a session.", labels=["model"])
+        for served in self._models:
+            waiting.add_metric([served.name], served.engine.waiting)
+        yield waiting
+        if self._gpus:
+            from pynvml import nvmlDeviceGetMemoryInfo
+
+            memory = GaugeMetricFamily("hasten_gpu_memory_used_bytes", "Of a GPU, by everyone.", labels=["gpu"])
+            for place, gpu in enumerate(self._gpus):
+                memory.add_metric([str(place)], nvmlDeviceGetMemoryInfo(gpu).used)
+            yield memory
+
+
+def _gpus() -> list[Any]:
+    """NVIDIA's own handles of them; none where its library (nvidia-ml-py) or its driver is not there."""
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+        return [pynvml.nvmlDeviceGetHandleByIndex(place) for place in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return []
 
 
 class ModelMetrics(Observer):
+    """What a model's batches tell."""
+
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._compute, self._rows, self._tokens, self._padding = (
             one.labels(model) for one in (metrics.compute, metrics.batch_rows, metrics.tokens, metrics.padding)
         )
-        self._encode, self._queue = metrics.encode.labels(model), metrics.queue.labels(model)
-        self.duration, self.rejected = metrics.duration.labels(model), metrics.rejected.labels(model)
 
     def on_batch(self, job: Job, seconds: float) -> None:
         self._compute.observe(seconds)
         self._rows.observe(len(job.batch))
         self._tokens.inc(job.batch.tokens)
         self._padding.inc(job.padding)
-
-    def on_answer(self, measured: Measured, seconds: float) -> None:
-        self.duration.observe(seconds)
-        self._encode.observe(measured.encode_s)
-        self._queue.observe(measured.queue_s)

@@ -9,6 +9,8 @@ from pathlib import Path
 from hasten.core.errors import InputError, PlanError
 from hasten.server.served import Served
 
+READY = "READY"
+
 
 class Models:
     """Readers take no lock: the mapping is replaced as a whole, never changed."""
@@ -63,8 +65,16 @@ class Models:
             self._served = {other: served for other, served in self._served.items() if other != name}
         before.close(drain_s)
 
-    def known(self) -> dict[str, Path]:
-        """All that were ever loaded, for those who load one again by its name."""
+    def load_again(self, name: str) -> Served:
+        """One that was loaded before, from where it was."""
+        path = self._paths.get(name)
+        if path is None:
+            raise PlanError(f"'{name}' is none of this server's models", hint=f"known: {', '.join(self._paths)}")
+        return self.load(path, name)
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """Of all that were ever loaded."""
         return dict(self._paths)
 
     def close(self, drain_s: float) -> bool:
@@ -78,3 +88,10 @@ class Models:
         for thread in threads:
             thread.join()
         return all(done)
+
+
+def repository(models: Models) -> list[dict[str, str]]:
+    """All that were ever loaded, and whether they are there: the index of the v2 protocol."""
+    there = {served.name for served in models}
+    gone = {"state": "UNAVAILABLE", "reason": "unloaded"}
+    return [{"name": name, "version": "1", **({"state": READY} if name in there else gone)} for name in models.paths]

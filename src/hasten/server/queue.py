@@ -1,26 +1,28 @@
 """What waits for a model, and which of it runs together next. No threads here: whoever calls holds the lock.
 
-A batch starts with whoever is first in line, by priority and then by arrival, and takes along rows of similar length
-from anyone, as many as the token budget allows.
+A batch starts with whoever is first in line, by priority and arrival, and takes along rows of similar length from
+anyone, as many as the token budget allows. Taking one costs time by the requests that wait, not by their rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from hasten.core.batching import TOKEN_BUDGET
-from hasten.core.errors import HastenError, OverloadedError
+from hasten.core.errors import HastenError
 from hasten.core.tensors import Batch, IntArray, Outputs
 
 # Padding that a batch may add for the sake of fewer batches: a share of its tokens, and a few in any case, since a
 # batch has a cost of its own.
 _MOST_PADDING = 0.05
 _FREE_PADDING = 12
-# The rate is of the last seconds, not of all time: machines and texts change.
-_MEMORY = 0.9
+# A step of priority is worth so much earlier an arrival, and nobody gets further ahead than a minute: who is told to
+# wait is answered in the end, also where others keep coming that go first.
+_STEP_S = 1.0
+_MOST_STEPS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class Limits:
 
     requests: int = 2048
     wait_s: float = 5.0
+    # What a request may take, in times of what it takes alone.
+    slowdown: float | None = None
     tokens_per_batch: int = TOKEN_BUDGET
     rows_per_batch: int = 256
 
@@ -44,12 +48,25 @@ class Work:
     priority: int = 0
     deadline: float | None = None
     is_cancelled: bool = False
-    waiting: int = field(init=False)
+    # Whether it was answered, with its outputs or with what went wrong.
+    is_over: bool = False
     compute_s: float = 0.0
     parts: list[tuple[IntArray, Outputs]] = field(default_factory=list)
+    # The places of its rows that still wait, by their length; and its own place in the order of arrival.
+    rows: dict[int, list[int]] = field(init=False, default_factory=dict)
+    order: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self.waiting = len(self.batch)
+        for place, length in enumerate(self.batch.lengths.tolist()):
+            self.rows.setdefault(length, []).append(place)
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self.rows.values()))
+
+    def place_in_line(self) -> tuple[float, int]:
+        steps = max(-_MOST_STEPS, min(_MOST_STEPS, self.priority))
+        return self.arrived + steps * _STEP_S, self.order
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +88,11 @@ class Job:
     batch: Batch
     slices: Sequence[Slice]
 
+    @classmethod
+    def of(cls, slices: Sequence[Slice]) -> Job:
+        batches = [part.batch() for part in slices]
+        return cls(batches[0] if len(batches) == 1 else Batch.concatenate(batches), slices)
+
     @property
     def padding(self) -> int:
         lengths = self.batch.lengths
@@ -80,124 +102,113 @@ class Job:
 class Queue:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        # (priority, arrival, order) → sorted where it matters; a row knows its request and its place in it.
-        self._rows: list[_Row] = []
-        self._requests = 0
+        # All that wait, in the order they came; and those of them that have rows of a length.
+        self._works: dict[int, Work] = {}
+        self._by_length: dict[int, dict[int, Work]] = {}
+        self._rows = 0
         self._tokens = 0
-        self._tokens_per_s = 0.0
         self._order = 0
         # Whose time is over, or who has left; whoever holds the lock tells them after letting go of it.
         self.dropped: list[Work] = []
 
     def __len__(self) -> int:
-        return self._requests
+        return len(self._works)
 
     @property
     def tokens(self) -> int:
         return self._tokens
 
     @property
-    def wait_s(self) -> float:
-        """How long what waits will take, by what was measured; nothing before anything was."""
-        return self._tokens / self._tokens_per_s if self._tokens_per_s else 0.0
-
-    @property
     def oldest(self) -> float | None:
         """When the one that waits longest came; None where nobody waits."""
-        return self._rows[0].work.arrived if self._rows else None
+        return next(iter(self._works.values())).arrived if self._works else None
 
     @property
     def is_full(self) -> bool:
         """Whether there is enough for a batch."""
-        return self._tokens >= self._limits.tokens_per_batch or len(self._rows) >= self._limits.rows_per_batch
-
-    def check(self, taken: int) -> None:
-        """Refuse another request where so many are taken already, or what waits is not done in time."""
-        wait_s = self.wait_s
-        if taken >= self._limits.requests or wait_s > self._limits.wait_s:
-            raise OverloadedError(f"{taken} requests are waiting", retry_after_s=max(0.1, wait_s))
+        return self._tokens >= self._limits.tokens_per_batch or self._rows >= self._limits.rows_per_batch
 
     def put(self, work: Work) -> None:
-        lengths = work.batch.lengths.tolist()
-        for place, length in enumerate(lengths):
-            self._rows.append(_Row(work.priority, self._order, place, length, work))
-        self._order += 1
-        self._requests += 1
-        self._tokens += sum(lengths)
+        work.order, self._order = self._order, self._order + 1
+        self._works[work.order] = work
+        for length in work.rows:
+            self._by_length.setdefault(length, {})[work.order] = work
+        self._rows += len(work.batch)
+        self._tokens += work.batch.tokens
 
     def take(self, now: float) -> Job | None:
         """The next batch; None where nothing waits. Whoever's time is over, or who has left, is put aside."""
         self._drop(now)
-        if not self._rows:
+        if not self._works:
             return None
-        first = min(self._rows, key=_Row.place_in_line)
-        chosen = self._companions(first)
-        taken = {id(row) for row in chosen}
-        self._rows = [row for row in self._rows if id(row) not in taken]
-        self._tokens -= sum(row.length for row in chosen)
-        by_work: dict[int, list[_Row]] = {}
-        for row in chosen:
-            by_work.setdefault(id(row.work), []).append(row)
-        slices = []
-        for rows in by_work.values():
-            slices.append(Slice(rows[0].work, np.array(sorted(row.place for row in rows))))
-            self._leave(rows[0].work, len(rows))
-        batches = [part.batch() for part in slices]
-        return Job(batches[0] if len(batches) == 1 else Batch.concatenate(batches), slices)
-
-    def ran(self, tokens: int, seconds: float) -> None:
-        """What a batch took, to tell how long the others will."""
-        rate = tokens / max(seconds, 1e-6)
-        self._tokens_per_s = rate if not self._tokens_per_s else _MEMORY * self._tokens_per_s + (1 - _MEMORY) * rate
+        chosen: dict[int, list[int]] = {}
+        works: dict[int, Work] = {}
+        for work, length, place in self._companions(min(self._works.values(), key=Work.place_in_line)):
+            works[work.order] = work
+            chosen.setdefault(work.order, []).append(place)
+            self._tokens -= length
+            self._rows -= 1
+        for order, work in works.items():
+            taken = set(chosen[order])
+            self._keep(work, {length: [p for p in places if p not in taken] for length, places in work.rows.items()})
+        return Job.of([Slice(works[order], np.array(sorted(places))) for order, places in chosen.items()])
 
     def close(self) -> list[Work]:
         """All that waits, taken out."""
-        waiting = list({id(row.work): row.work for row in self._rows}.values())
-        self._rows, self._requests, self._tokens = [], 0, 0
+        waiting = list(self._works.values())
+        self._remove(waiting)
         return waiting
 
-    def _companions(self, first: _Row) -> list[_Row]:
+    def _companions(self, first: Work) -> list[tuple[Work, int, int]]:
         """Rows of about the same length, the nearest first, until the batch is full or would be mostly padding."""
         limits = self._limits
-        others = sorted((row for row in self._rows if row is not first), key=lambda row: abs(row.length - first.length))
-        chosen, longest, tokens = [first], first.length, first.length
-        for row in others:
-            if len(chosen) == limits.rows_per_batch:
-                break
-            width, count = max(longest, row.length), len(chosen) + 1
-            padding = width * count - tokens - row.length
-            if width * count > limits.tokens_per_batch or padding > max(_FREE_PADDING, _MOST_PADDING * width * count):
+        chosen: list[tuple[Work, int, int]] = []
+        longest = tokens = 0
+        for row in self._near(first):
+            length = row[1]
+            width, count = max(longest, length), len(chosen) + 1
+            padding = width * count - tokens - length
+            is_fitting = width * count <= limits.tokens_per_batch and count <= limits.rows_per_batch
+            if chosen and not (is_fitting and padding <= max(_FREE_PADDING, _MOST_PADDING * width * count)):
                 # Nearer rows came first: on the other side there may be one that still fits, but none much better.
                 break
             chosen.append(row)
-            longest, tokens = width, tokens + row.length
+            longest, tokens = width, tokens + length
         return chosen
 
+    def _near(self, first: Work) -> Iterator[tuple[Work, int, int]]:
+        """All that wait, as (work, length, place): the first one's own rows of its first length, then by distance."""
+        start = next(iter(first.rows))
+        yield from ((first, start, place) for place in first.rows[start])
+        for length in sorted(self._by_length, key=lambda other: abs(other - start)):
+            for work in self._by_length[length].values():
+                if work is not first or length != start:
+                    yield from ((work, length, place) for place in work.rows[length])
+
     def _drop(self, now: float) -> None:
-        gone = {id(row.work): row.work for row in self._rows if row.work.is_cancelled or _is_late(row.work, now)}
-        if not gone:
-            return
-        self._tokens -= sum(row.length for row in self._rows if id(row.work) in gone)
-        self._rows = [row for row in self._rows if id(row.work) not in gone]
-        self._requests -= len(gone)
-        self.dropped += gone.values()
+        gone = [work for work in self._works.values() if work.is_cancelled or work.is_over or _is_late(work, now)]
+        if gone:
+            self._remove(gone)
+            self.dropped += gone
 
-    def _leave(self, work: Work, rows: int) -> None:
-        work.waiting -= rows
-        if work.waiting == 0:
-            self._requests -= 1
+    def _remove(self, works: Iterable[Work]) -> None:
+        for work in works:
+            for length, places in work.rows.items():
+                self._rows -= len(places)
+                self._tokens -= length * len(places)
+            self._keep(work, {})
 
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    priority: int
-    order: int
-    place: int
-    length: int
-    work: Work
-
-    def place_in_line(self) -> tuple[int, int, int]:
-        return self.priority, self.order, self.place
+    def _keep(self, work: Work, rows: dict[int, list[int]]) -> None:
+        """Of a request's rows those that go on waiting; none, and it is out."""
+        for length in work.rows:
+            if not rows.get(length):
+                of_length = self._by_length[length]
+                del of_length[work.order]
+                if not of_length:
+                    del self._by_length[length]
+        work.rows = {length: places for length, places in rows.items() if places}
+        if not work.rows:
+            del self._works[work.order]
 
 
 def _is_late(work: Work, now: float) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from hasten.core.errors import HastenError, PlanError
 from hasten.server.engine import Measured
-from hasten.server.exchange import Exchange, Response
+from hasten.server.exchange import JSON, Exchange, Response, tell_plainly
 from hasten.server.models import Models
+from hasten.server.served import Served
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +22,19 @@ class Call:
     models: Models
     names: Mapping[str, str]
 
+    def named(self, name: str) -> Served:
+        return self._asked(self.models.named(name))
+
+    def only(self, name: str = "", what: Callable[[Served], bool] = lambda _: True) -> Served:
+        return self._asked(self.models.only(name, what))
+
+    def _asked(self, served: Served) -> Served:
+        self.exchange.model = served.name
+        return served
+
     def done(self, answer: Response | HastenError, measured: Measured | None) -> None:
         """What the engine calls, from a thread of its own."""
+        self.exchange.measured = measured
         if isinstance(answer, HastenError):
             self.exchange.fail(answer)
         else:
@@ -37,8 +50,12 @@ class Route:
     summary: str
     # What its body is, for the API's description; None where it has none.
     body: Any = None
+    # What it answers, in one of these forms.
+    answer: Any = Any
+    forms: tuple[str, ...] = (JSON,)
     # Health and the like are answered to anyone.
     is_open: bool = False
+    tell: Callable[[HastenError], Mapping[str, object]] = tell_plainly
 
 
 class Router:
@@ -56,23 +73,34 @@ class Router:
     def find(self, method: str, path: str) -> tuple[Route, dict[str, str]]:
         method = "GET" if method == "HEAD" else method
         path = path.rstrip("/") or "/"
+        found = self._at(method, path)
+        if found is None:
+            methods = sorted({route.method for route in self.routes})
+            allowed = tuple(other for other in methods if self._at(other, path) is not None)
+            raise NotFoundError(f"there is nothing at {method} {path}", allowed=allowed)
+        return found
+
+    def _at(self, method: str, path: str) -> tuple[Route, dict[str, str]] | None:
         fixed = self._fixed.get((method, path))
         if fixed is not None:
             return fixed, {}
         parts = path.strip("/").split("/")
         for pattern, route in self._open.get((method, len(parts)), ()):
-            names: dict[str, str] = {}
-            for wanted, given in zip(pattern, parts, strict=True):
-                if wanted.startswith("{"):
-                    names[wanted[1:-1]] = given
-                elif wanted != given:
-                    break
-            else:
+            names = _match(pattern, parts)
+            if names is not None:
                 return route, names
-        raise NotFoundError(f"there is nothing at {method} {path}", allowed=self._methods(path))
+        return None
 
-    def _methods(self, path: str) -> tuple[str, ...]:
-        return tuple(sorted({route.method for route in self.routes if route.path == path}))
+
+def _match(pattern: Sequence[str], parts: Sequence[str]) -> dict[str, str] | None:
+    """The names in a path, of as many parts as the pattern has; None where it is another."""
+    names: dict[str, str] = {}
+    for wanted, given in zip(pattern, parts, strict=True):
+        if wanted.startswith("{"):
+            names[wanted[1:-1]] = unquote(given) if "%" in given else given
+        elif wanted != given:
+            return None
+    return names
 
 
 class NotFoundError(PlanError):

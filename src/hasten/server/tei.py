@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import NotRequired, TypedDict
+
 import msgspec
 import numpy as np
 
-from hasten.core.errors import InputError
+from hasten.core.errors import HastenError, InputError, OverloadedError, UnavailableError
 from hasten.core.tensors import Outputs
 from hasten.core.version import __version__
-from hasten.server.exchange import Response
+from hasten.server.exchange import Failure, Response, status_of
 from hasten.server.routes import Call, Route
 from hasten.server.served import Served
 from hasten.tasks import Encoded
+from hasten.tasks.text_classification import Scoring, apply_scoring
 
 
 class EmbedRequest(msgspec.Struct):
@@ -31,9 +34,26 @@ class RerankRequest(msgspec.Struct):
     model: str = ""
 
 
+class Rank(TypedDict):
+    index: int
+    score: float
+    text: NotRequired[str]
+
+
+class Info(TypedDict):
+    model_id: str
+    model_sha: str | None
+    model_dtype: str
+    model_type: str
+    max_input_length: int
+    max_client_batch_size: int
+    max_batch_tokens: int
+    version: str
+
+
 def embed(call: Call) -> None:
     request = call.exchange.read_json(EmbedRequest)
-    served = call.models.only(request.model, gives_embeddings)
+    served = call.only(request.model, gives_embeddings)
     if not gives_embeddings(served):
         raise InputError(f"'{served.name}' answers {served.task.name}, and gives no embeddings")
     given = {} if request.prompt_name is None else {"prompt_name": request.prompt_name}
@@ -53,7 +73,7 @@ def embed(call: Call) -> None:
 
 def rerank(call: Call) -> None:
     request = call.exchange.read_json(RerankRequest)
-    served = call.models.only(request.model, is_ranker)
+    served = call.only(request.model, is_ranker)
     if not is_ranker(served):
         raise InputError(f"'{served.name}' answers {served.task.name}, and ranks nothing")
     if not request.texts:
@@ -63,11 +83,11 @@ def rerank(call: Call) -> None:
     def decode(outputs: Outputs, encoded: Encoded) -> Response:
         _refuse_long(encoded, request.truncate, served)
         raw = outputs[served.task.outputs[0]][:, 0].astype(np.float64)
-        scores = raw if request.raw_scores else 1 / (1 + np.exp(-raw))
-        ranks: list[dict[str, object]] = []
-        for place in np.argsort(-scores, kind="stable"):
-            text = {"text": request.texts[place]} if request.return_text else {}
-            ranks.append({"index": int(place), "score": float(scores[place]), **text})
+        scores = raw if request.raw_scores else apply_scoring(raw, Scoring.SIGMOID)
+        ranks: list[Rank] = []
+        for place in np.argsort(-scores, kind="stable").tolist():
+            rank = Rank(index=place, score=float(scores[place]))
+            ranks.append({**rank, "text": request.texts[place]} if request.return_text else rank)
         return Response.json(ranks)
 
     item = {"query": request.query, "documents": request.texts}
@@ -75,22 +95,37 @@ def rerank(call: Call) -> None:
 
 
 def info(call: Call) -> None:
-    served = call.models.only()
+    served = call.only()
     about = served.bundle.manifest
     call.exchange.reply(
         Response.json(
-            {
-                "model_id": about.model.id,
-                "model_sha": about.model.revision,
-                "model_dtype": served.variant.precision,
-                "model_type": about.task.name,
-                "max_input_length": served.signature.max_length,
-                "max_client_batch_size": served.settings.items,
-                "max_batch_tokens": served.settings.limits.tokens_per_batch,
-                "version": __version__,
-            }
+            Info(
+                model_id=about.model.id,
+                model_sha=about.model.revision,
+                model_dtype=served.variant.precision,
+                model_type=about.task.name,
+                max_input_length=served.signature.max_length,
+                max_client_batch_size=served.settings.items,
+                max_batch_tokens=served.settings.limits.tokens_per_batch,
+                version=__version__,
+            )
         )
     )
+
+
+class TeiFailure(Failure):
+    error_type: str
+
+
+def tell(error: HastenError) -> TeiFailure:
+    """What was wrong, as text-embeddings-inference writes it."""
+    if isinstance(error, OverloadedError):
+        kind = "Overloaded"
+    elif isinstance(error, UnavailableError):
+        kind = "Unhealthy"
+    else:
+        kind = "Validation" if status_of(error) < 500 else "Backend"
+    return {"error": str(error), "error_type": kind}
 
 
 def gives_embeddings(served: Served) -> bool:
@@ -109,7 +144,15 @@ def _refuse_long(encoded: Encoded, truncates: bool, served: Served) -> None:
 
 
 ROUTES = (
-    Route("POST", "/embed", embed, "Embeddings as text-embeddings-inference gives them", EmbedRequest),
-    Route("POST", "/rerank", rerank, "Documents in the order of their relevance", RerankRequest),
-    Route("GET", "/info", info, "What is served here"),
+    Route(
+        "POST",
+        "/embed",
+        embed,
+        "Embeddings as text-embeddings-inference gives them",
+        EmbedRequest,
+        list[list[float]],
+        tell=tell,
+    ),
+    Route("POST", "/rerank", rerank, "Documents in the order of their relevance", RerankRequest, list[Rank], tell=tell),
+    Route("GET", "/info", info, "What is served here", answer=Info, tell=tell),
 )

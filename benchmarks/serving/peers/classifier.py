@@ -1,0 +1,42 @@
+"""The work that all ONNX Runtime peers do: texts through tokenizers and one session to labels with scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import tokenizers
+
+_TYPES = {"tensor(int32)": np.int32, "tensor(int64)": np.int64}
+
+
+class Classifier:
+    def __init__(self, model: str, graph: str) -> None:
+        config = json.loads(Path(model, "config.json").read_text())
+        self.labels = [config["id2label"][str(place)] for place in range(len(config["id2label"]))]
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(Path(model, "tokenizer.json")))
+        self.tokenizer.enable_truncation(min(512, config["max_position_embeddings"]))
+        self.tokenizer.enable_padding(pad_id=config.get("pad_token_id") or 0)
+        self.session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
+        self.inputs = {entry.name: _TYPES[entry.type] for entry in self.session.get_inputs()}
+
+    def scores(self, texts: list[str]) -> np.ndarray:
+        encoded = self.tokenizer.encode_batch(texts)
+        columns = {
+            "input_ids": [one.ids for one in encoded],
+            "attention_mask": [one.attention_mask for one in encoded],
+            "token_type_ids": [one.type_ids for one in encoded],
+        }
+        feeds = {name: np.array(columns[name], kind) for name, kind in self.inputs.items()}
+        logits = self.session.run(None, feeds)[0]
+        powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+        return powers / powers.sum(axis=1, keepdims=True)
+
+    def __call__(self, texts: list[str]) -> list[dict[str, object]]:
+        scores = self.scores(texts)
+        return [
+            {"label": self.labels[best], "score": float(row[best])}
+            for row, best in zip(scores, scores.argmax(axis=1), strict=True)
+        ]

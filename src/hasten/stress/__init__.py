@@ -1,0 +1,1 @@
+"""Load on a server: requests that come when they come, whether or not those before them were answered."""

@@ -1,0 +1,392 @@
+"""`hasten serve` asked by the clients that people have: tritonclient, openai, curl, and text-embeddings-inference's."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import subprocess
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hasten
+from hasten.bundle import Bundle
+from serving import Server
+
+pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
+
+TEXTS = ["one answer", "ein Wort mit Ü"]
+CLASSIFIER = "/v2/models/classifier/infer"
+
+
+@pytest.fixture(scope="module")
+def bundles(
+    tiny_classifier: Any, tiny_embedder: Any, quick_build: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Bundle]:
+    place = tmp_path_factory.mktemp("clients")
+    sources = {
+        "classifier": (tiny_classifier("bert"), {}),
+        "ranker": (tiny_classifier("bert", labels=("relevant",)), {"task": "text-ranking", "data": None}),
+        "embedder": (tiny_embedder(), {"data": None}),
+    }
+    return {
+        name: quick_build(model, place / name, variants=["onnxruntime-fp32"], **about)
+        for name, (model, about) in sources.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def server(bundles: dict[str, Bundle]) -> Iterator[Server]:
+    started = Server(*(str(bundle.path) for bundle in bundles.values()), "--threads", "1", "--max-body", "1MB")
+    yield started
+    code, errors = started.stop()
+    assert code == 0, errors
+    assert "Traceback" not in errors, errors
+
+
+def expected(bundle: Bundle, *payload: Any, **options: Any) -> Any:
+    return hasten.load(bundle.path, threads=1)(*payload, **options)
+
+
+# tritonclient
+
+
+@pytest.fixture(scope="module")
+def triton() -> Any:
+    return pytest.importorskip("tritonclient.http", reason="tritonclient is not installed")
+
+
+@pytest.fixture
+def client(server: Server, triton: Any) -> Iterator[Any]:
+    made = triton.InferenceServerClient(f"127.0.0.1:{server.port}", concurrency=4)
+    yield made
+    made.close()
+
+
+def texts_in(triton: Any, shape: list[int], *, binary: bool = True) -> list[Any]:
+    tensor = triton.InferInput("text", shape, "BYTES")
+    tensor.set_data_from_numpy(np.array([text.encode() for text in TEXTS], object).reshape(shape), binary_data=binary)
+    return [tensor]
+
+
+def labels(answer: Any) -> list[str]:
+    return [json.loads(entry)["label"] for entry in answer.as_numpy("answer")]
+
+
+@contextmanager
+def refused(status: int, what: str) -> Iterator[None]:
+    from tritonclient.utils import InferenceServerException
+
+    with pytest.raises(InferenceServerException) as error:
+        yield
+    assert (error.value.status(), what in error.value.message()) == (str(status), True), error.value
+
+
+def test_triton_health_and_metadata(client: Any) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("classifier")
+    assert client.is_model_ready("classifier", "1")
+    assert not client.is_model_ready("nobody")
+    assert client.get_server_metadata()["name"] == "hasten"
+    about = client.get_model_metadata("classifier")
+    assert (about["name"], about["versions"]) == ("classifier", ["1"])
+    assert about["inputs"][0] == {"name": "text", "datatype": "BYTES", "shape": [-1]}
+    assert {"name": "logits", "datatype": "FP32", "shape": [-1, 3]} in about["outputs"]
+
+
+@pytest.mark.parametrize("is_binary_in", [True, False])
+@pytest.mark.parametrize("is_binary_out", [True, False])
+@pytest.mark.parametrize("shape", [[2], [2, 1]])
+def test_triton_texts(
+    client: Any, triton: Any, bundles: dict[str, Bundle], shape: list[int], is_binary_in: bool, is_binary_out: bool
+) -> None:
+    wanted = [triton.InferRequestedOutput(name, binary_data=is_binary_out) for name in ("answer", "logits")]
+    answer = client.infer("classifier", texts_in(triton, shape, binary=is_binary_in), outputs=wanted, request_id="7")
+    assert answer.get_response()["id"] == "7"
+    assert [output["name"] for output in answer.get_response()["outputs"]] == ["answer", "logits"]
+    theirs = expected(bundles["classifier"], TEXTS)
+    if is_binary_out:
+        assert labels(answer) == [entry["label"] for entry in theirs]
+    else:
+        decoded = [json.loads(entry) for entry in answer.get_output("answer")["data"]]
+        assert [entry["label"] for entry in decoded] == [entry["label"] for entry in theirs]
+    logits = answer.as_numpy("logits")
+    assert (logits.shape, logits.dtype) == ((2, 3), np.float32)
+    scores = np.exp(logits - logits.max(axis=1, keepdims=True))
+    best = (scores / scores.sum(axis=1, keepdims=True)).max(axis=1)
+    assert best == pytest.approx([entry["score"] for entry in theirs], abs=1e-6)
+
+
+def test_triton_token_ids_and_the_default_outputs(client: Any, triton: Any, bundles: dict[str, Bundle]) -> None:
+    batch = bundles["classifier"].tokenizer().encode(TEXTS[:1]).batch
+    ids = batch.values["input_ids"].reshape(1, -1)
+    for kind in ("INT32", "INT64"):
+        tensor = triton.InferInput("input_ids", list(ids.shape), kind)
+        tensor.set_data_from_numpy(ids.astype(kind.lower()))
+        by_ids = client.infer("classifier", [tensor], model_version="1").as_numpy("logits")
+        by_text = client.infer("classifier", texts_in(triton, [2])).as_numpy("logits")
+        np.testing.assert_allclose(by_ids[0], by_text[0], atol=1e-5)
+
+
+def test_triton_async(client: Any, triton: Any) -> None:
+    asked = [client.async_infer("classifier", texts_in(triton, [2])) for _ in range(20)]
+    whole = client.infer("classifier", texts_in(triton, [2])).as_numpy("logits")
+    for one in asked:
+        np.testing.assert_allclose(one.get_result().as_numpy("logits"), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_triton_compressed(client: Any, triton: Any, algorithm: str) -> None:
+    plain = client.infer("classifier", texts_in(triton, [2])).as_numpy("logits")
+    answer = client.infer(
+        "classifier",
+        texts_in(triton, [2]),
+        request_compression_algorithm=algorithm,
+        response_compression_algorithm=algorithm,
+    )
+    np.testing.assert_array_equal(answer.as_numpy("logits"), plain)
+
+
+def test_triton_repository(client: Any, triton: Any) -> None:
+    def state() -> str:
+        return {entry["name"]: entry["state"] for entry in client.get_model_repository_index()}["classifier"]
+
+    assert state() == "READY"
+    client.unload_model("classifier")
+    assert state() == "UNAVAILABLE"
+    with refused(404, "there is no model 'classifier'"):
+        client.infer("classifier", texts_in(triton, [2]))
+    client.load_model("classifier")
+    assert state() == "READY"
+    assert client.infer("classifier", texts_in(triton, [2])) is not None
+    with refused(400, "loaded as it is"):
+        client.load_model("classifier", config="{}")
+    with refused(404, "none of this server's models"):
+        client.load_model("nobody")
+
+
+def test_triton_errors(client: Any, triton: Any) -> None:
+    with refused(404, "there is no model 'no body'"):
+        client.infer("no body", texts_in(triton, [2]))
+    with refused(404, "no version 2"):
+        client.infer("classifier", texts_in(triton, [2]), model_version="2")
+    with refused(400, "no output 'scores'"):
+        client.infer("classifier", texts_in(triton, [2]), outputs=[triton.InferRequestedOutput("scores")])
+    with refused(400, "classification"):
+        wanted = triton.InferRequestedOutput("logits", class_count=2)
+        client.infer("classifier", texts_in(triton, [2]), outputs=[wanted])
+    with refused(400, "shared_memory_region"):
+        shared = triton.InferInput("text", [2], "BYTES")
+        shared.set_shared_memory("region", 64)
+        client.infer("classifier", [shared])
+    with refused(404, "there is nothing at GET /v2/models/classifier/config"):
+        client.get_model_config("classifier")
+    with refused(404, "there is nothing at GET /v2/models/classifier/stats"):
+        client.get_inference_statistics("classifier")
+
+
+# Bodies that come compressed, without a client
+
+
+def body_of(texts: list[str]) -> bytes:
+    tensor = {"name": "text", "datatype": "BYTES", "shape": [len(texts)], "data": texts}
+    return json.dumps({"inputs": [tensor]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding", "status", "what"),
+    [
+        (gzip.compress(body_of(TEXTS)), "GZIP", 200, "logits"),
+        (body_of(TEXTS), "identity", 200, "logits"),
+        (body_of(TEXTS), "gzip", 400, "the body is not gzip"),
+        (gzip.compress(body_of(TEXTS))[:-9], "gzip", 400, "not gzip to its end"),
+        (gzip.compress(body_of(TEXTS)) + b"more", "gzip", 400, "not gzip to its end"),
+        (b"", "deflate", 400, "not deflate to its end"),
+        (zlib.compress(bytes(2**24)), "deflate", 413, "larger than"),
+        (body_of(TEXTS), "br", 400, "known: gzip, deflate"),
+    ],
+)
+def test_compressed_bodies(server: Server, body: bytes, encoding: str, status: int, what: str) -> None:
+    found, _, content = server.ask("POST", CLASSIFIER, body, Content_Encoding=encoding)
+    assert (found, what in content.decode()) == (status, True), content
+
+
+# Values that are not what they are said to be
+
+
+@pytest.mark.parametrize(
+    ("tensor", "what"),
+    [
+        ({"name": "text", "datatype": "BYTES", "shape": [2], "data": ["a", None]}, "not all of its values are strings"),
+        ({"name": "text", "datatype": "BYTES", "shape": [1], "data": [5]}, "not all of its values are strings"),
+        ({"name": "input_ids", "datatype": "INT64", "shape": [1, 1], "data": ["5"]}, "not all of its values are"),
+        ({"name": "input_ids", "datatype": "INT64", "shape": [1, 1], "data": [1.5]}, "not all of its values are"),
+        ({"name": "input_ids", "datatype": "INT64", "shape": [1, 1], "data": [True]}, "not all of its values are"),
+        ({"name": "input_ids", "datatype": "INT8", "shape": [1, 1], "data": [300]}, "no INT8"),
+        ({"name": "input_ids", "datatype": "INT64", "shape": [1, 1], "data": [10**30]}, "INT64"),
+        ({"name": "text", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": True}}, "True bytes"),
+    ],
+)
+def test_values_are_taken_as_they_are_or_not_at_all(server: Server, tensor: dict[str, Any], what: str) -> None:
+    found, _, content = server.ask("POST", CLASSIFIER, {"inputs": [tensor]})
+    assert (found, what in json.loads(content)["error"]) == (400, True), content
+
+
+@pytest.mark.parametrize("value", [2, -1, 2**40])
+def test_token_types_that_the_model_does_not_know(server: Server, value: int) -> None:
+    def tensor(name: str, data: list[int]) -> dict[str, Any]:
+        return {"name": name, "datatype": "INT64", "shape": [1, 3], "data": data}
+
+    ids = tensor("input_ids", [2, 5, 3])
+    assert server.ask("POST", CLASSIFIER, {"inputs": [ids, tensor("token_type_ids", [0, 1, 1])]})[0] == 200
+    found, _, content = server.ask("POST", CLASSIFIER, {"inputs": [ids, tensor("token_type_ids", [0, 0, value])]})
+    assert (found, "a token type is not between 0 and 1" in json.loads(content)["error"]) == (400, True), content
+
+
+@pytest.mark.parametrize("length", ["-1", "x", "9" * 5000, "1000000"])
+def test_a_header_that_tells_a_wrong_length(server: Server, length: str) -> None:
+    found, _, content = server.ask("POST", CLASSIFIER, body_of(TEXTS), Inference_Header_Content_Length=length)
+    assert (found, "inference-header-content-length" in json.loads(content)["error"]) == (400, True), content
+
+
+@pytest.mark.parametrize("parameters", [{"timeout": 10**40}, {"timeout": -1}, {"priority": 0.5}, {"priority": "high"}])
+def test_parameters_that_make_no_sense(server: Server, parameters: dict[str, Any]) -> None:
+    body = {**json.loads(body_of(TEXTS)), "parameters": parameters}
+    found, _, content = server.ask("POST", CLASSIFIER, body)
+    assert (found, "whole numbers" in json.loads(content)["error"]) == (400, True), content
+
+
+# OpenAI
+
+
+@pytest.fixture(scope="module")
+def openai() -> Any:
+    return pytest.importorskip("openai", reason="openai is not installed")
+
+
+@pytest.fixture
+def company(server: Server, openai: Any) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0) as made:
+        yield made
+
+
+def test_openai_embeddings(company: Any, bundles: dict[str, Bundle]) -> None:
+    theirs = expected(bundles["embedder"], TEXTS)
+    # What its client asks for by itself is base64.
+    for form in ({}, {"encoding_format": "float"}):
+        answer = company.embeddings.create(input=TEXTS, model="embedder", **form)
+        np.testing.assert_allclose([entry.embedding for entry in answer.data], theirs, atol=1e-6)
+        assert ([entry.index for entry in answer.data], answer.model) == ([0, 1], "embedder")
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens > 4
+    short = company.embeddings.create(input=TEXTS[0], model="embedder", dimensions=4).data[0].embedding
+    np.testing.assert_allclose(short, theirs[0][:4] / np.linalg.norm(theirs[0][:4]), atol=1e-6)
+
+
+def test_openai_models(company: Any) -> None:
+    models = list(company.models.list())
+    assert {model.id for model in models} == {"classifier", "embedder", "ranker"}
+    assert {model.object for model in models} == {"model"}
+
+
+def test_openai_errors(company: Any, openai: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no model 'nobody'") as missing:
+        company.embeddings.create(input=TEXTS, model="nobody")
+    assert (missing.value.code, missing.value.type) == ("model_not_found", "invalid_request_error")
+    for about, what in (
+        ({"model": "classifier"}, "gives no embeddings"),
+        ({"model": "embedder", "dimensions": 10**6}, "dimensions is 1000000"),
+        ({"model": "embedder", "input": []}, "input is empty"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=what) as wrong:
+            company.embeddings.create(**{"input": TEXTS, **about})
+        assert wrong.value.type == "invalid_request_error"
+
+
+def test_openai_keys(bundles: dict[str, Bundle], openai: Any) -> None:
+    guarded = Server(str(bundles["embedder"].path), "--threads", "1", HASTEN_API_KEYS="ours")
+    about = {"base_url": f"http://127.0.0.1:{guarded.port}/v1", "max_retries": 0}
+    with openai.OpenAI(api_key="theirs", **about) as stranger, pytest.raises(openai.AuthenticationError) as error:
+        stranger.models.list()
+    assert error.value.code == "invalid_api_key"
+    with openai.OpenAI(api_key="ours", **about) as friend:
+        assert [model.id for model in friend.models.list()] == ["embedder"]
+    assert guarded.stop()[0] == 0
+
+
+# text-embeddings-inference
+
+
+def test_tei_embed(server: Server, bundles: dict[str, Bundle]) -> None:
+    theirs = expected(bundles["embedder"], TEXTS)
+    np.testing.assert_allclose(server.json("POST", "/embed", {"inputs": TEXTS}), theirs, atol=1e-6)
+    np.testing.assert_allclose(server.json("POST", "/embed", {"inputs": TEXTS[0]}), theirs[:1], atol=1e-6)
+
+
+def test_tei_rerank(server: Server) -> None:
+    body = {"query": "one", "texts": [*TEXTS, "a third"], "return_text": True}
+    ranks = server.json("POST", "/rerank", body)
+    assert sorted(rank["index"] for rank in ranks) == [0, 1, 2]
+    scores = [rank["score"] for rank in ranks]
+    assert scores == sorted(scores, reverse=True)
+    assert [body["texts"][rank["index"]] for rank in ranks] == [rank["text"] for rank in ranks]
+    raw = server.json("POST", "/rerank", {**body, "raw_scores": True, "return_text": False})
+    assert [rank["index"] for rank in raw] == [rank["index"] for rank in ranks]
+    assert [1 / (1 + np.exp(-rank["score"])) for rank in raw] == pytest.approx(scores, abs=1e-6)
+    assert set(raw[0]) == {"index", "score"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "what"),
+    [
+        ("/embed", {"inputs": "word " * 500}, "longer than"),
+        ("/embed", {"inputs": []}, "empty"),
+        ("/embed", {}, "inputs"),
+        ("/embed", b"{", "not JSON"),
+        ("/rerank", {"query": "one", "texts": []}, "texts is empty"),
+        ("/rerank", {"query": "one"}, "texts"),
+        ("/rerank", {"query": "one", "texts": ["word " * 500]}, "longer than"),
+    ],
+)
+def test_tei_errors(server: Server, path: str, body: Any, what: str) -> None:
+    status, _, content = server.ask("POST", path, body)
+    wrong = json.loads(content)
+    assert (status, set(wrong), wrong["error_type"]) == (400, {"error", "error_type"}, "Validation"), content
+    assert what in wrong["error"]
+
+
+# curl
+
+
+def test_curl(server: Server, bundles: dict[str, Bundle], tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+
+    def curl(*words: str) -> tuple[int, str]:
+        command = ["curl", "--silent", "--show-error", "--max-time", "20", "--write-out", "%{stderr}%{http_code}"]
+        done = subprocess.run([*command, *words], capture_output=True, text=True, check=True)
+        return int(done.stderr), done.stdout
+
+    root = f"http://127.0.0.1:{server.port}"
+    inputs = json.dumps({"inputs": TEXTS[0], "model": "classifier"})
+    status, answer = curl(f"{root}/predict", "--json", inputs)
+    theirs = expected(bundles["classifier"], TEXTS[0])
+    assert (status, json.loads(answer)[0]["label"]) == (
+        200,
+        theirs["label"] if isinstance(theirs, dict) else theirs[0]["label"],
+    )
+    # Sent by hand, as a form and in pieces, and after it was asked whether it may be sent.
+    assert curl(f"{root}/predict", "-d", inputs)[0] == 200
+    assert curl(f"{root}/predict", "-d", inputs, "-H", "Transfer-Encoding: chunked")[0] == 200
+    assert curl(f"{root}/predict", "-d", inputs, "-H", "Expect: 100-continue")[0] == 200
+    assert curl("--head", f"{root}/v2/health/ready")[0] == 200
+    (tmp_path / "body").write_bytes(gzip.compress(inputs.encode()))
+    assert curl(f"{root}/predict", "--data-binary", f"@{tmp_path / 'body'}", "-H", "Content-Encoding: gzip")[0] == 200
+    status, answer = curl(f"{root}/predict", "-d", "{")
+    assert (status, "not JSON" in json.loads(answer)["error"]) == (400, True)

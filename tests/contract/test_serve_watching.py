@@ -1,0 +1,247 @@
+"""What `hasten serve` tells of itself: metrics, logs and traces."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.bundle import Bundle
+from operating import (
+    BODY,
+    LEAN,
+    QUIET,
+    TEXT,
+    Running,
+    metrics,
+    obstinacy,
+    predict,
+    request,
+    until,
+)
+
+pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
+
+
+def test_metrics(classifier_bundle: Bundle, tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    with Running(tmp_path, str(classifier_bundle.path), *QUIET, "--max-items", "4") as server:
+        port = server.ready().port
+        before = metrics(server, port)
+        assert (
+            server.ask("/predict", {"inputs": [TEXT, "a much longer text than the one before it"]}, port=port)[0] == 200
+        )
+        assert predict(server, port=port) == 200
+        assert server.ask("/predict", {"inputs": [TEXT] * 5}, port=port)[0] == 413
+        for unknown in ("a", "b"):
+            assert server.ask(f"/models/{unknown}", BODY, port=port)[0] == 404
+            assert server.ask(f"/{unknown}", port=port)[0] == 404
+        after = metrics(server, port)
+    name = ("classifier",)
+    for histogram in ("request", "encode", "queue"):
+        expected = 3 if histogram == "request" else 2
+        assert after[f"hasten_{histogram}_seconds_count", name] == expected
+        assert after[f"hasten_{histogram}_seconds_sum", name] > 0
+    assert after["hasten_compute_seconds_count", name] == after["hasten_batch_rows_count", name] in (2, 3)
+    assert after["hasten_batch_rows_sum", name] == 3
+    assert after["hasten_tokens_total", name] > 3
+    assert after["hasten_padding_tokens_total", name] >= 0
+    assert after["hasten_rejected_total", name] == 0
+    assert after["hasten_waiting", name] == 0
+    assert after["hasten_peak_memory_bytes", ()] > 2**20
+    assert after["hasten_requests_total", ("classifier", "200")] == 2
+    assert after["hasten_requests_total", ("classifier", "413")] == 1
+    assert after["hasten_requests_total", ("", "404")] == 4
+    # What was asked for and is not there leaves no label behind.
+    labels = {label for _, labels in after for label in labels} - {label for _, labels in before for label in labels}
+    assert labels <= {"", "200", "404", "413"}
+
+
+def test_what_waits_is_counted_and_refused(obstinate_bundle: Bundle, tmp_path: Path) -> None:
+    words = (str(obstinate_bundle.path), *QUIET, "--max-queue", "2")
+    with Running(tmp_path, *words, **obstinacy(obstinate_bundle, tmp_path)) as server:
+        port = server.ready().port
+        (tmp_path / "hang").touch()
+        clients = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(2)]
+        for client in clients:
+            client.sendall(request(BODY))
+        until(lambda: metrics(server, port)["hasten_waiting", ("obstinate",)] == 1, "one that runs, and one that waits")
+        connection = server.connect(port=port)
+        connection.request("POST", "/predict", json.dumps(BODY))
+        refused = connection.getresponse()
+        assert refused.status == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert metrics(server, port)["hasten_rejected_total", ("obstinate",)] == 1
+        (tmp_path / "hang").unlink()
+        for client in clients:
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+            client.close()
+        connection.close()
+        (tmp_path / "fail").touch()
+        status, answer = server.ask("/predict", BODY, port=port)
+        assert (status, "out of luck" in answer, "Traceback" in answer) == (500, False, False)
+        (tmp_path / "fail").unlink()
+        assert predict(server, port=port) == 200
+
+
+def test_every_line_of_the_log_is_an_object(classifier_bundle: Bundle, tmp_path: Path) -> None:
+    secret = "nobody else's business"
+    with Running(tmp_path, str(classifier_bundle.path), *LEAN) as server:
+        port = server.ready().port
+        connection = server.connect(port=port)
+        connection.request("POST", "/predict", json.dumps({"inputs": secret}), {"x-request-id": "mine-1"})
+        response = connection.getresponse()
+        assert json.loads(response.read())
+        assert response.headers["x-request-id"] == "mine-1"
+        connection.request("POST", "/predict", json.dumps({"inputs": [secret, 5]}))
+        response = connection.getresponse()
+        assert response.read()
+        given = response.headers["x-request-id"]
+        assert given not in ("", "mine-1")
+        connection.close()
+        trace = "0af7651916cd43dd8448eb211c80319c"
+        headers = (
+            "x-request-id: forged\x85{}\r\n"
+            "traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01\r\n"
+            "connection: close\r\n\r\n"
+        )
+        for path in ("/%0a{}", "/\x85%1b[2J", "/" + "long" * 1000):
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as raw:
+                raw.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\n{headers}".encode("latin-1"))
+                assert raw.recv(2**16).startswith(b"HTTP/1.1 4")
+        assert server.stop() == 0
+        lines = server.lines
+        assert server.log.isascii()
+    assert all({"time", "level", "message"} <= set(line) for line in lines)
+    requests = {line["request"]: line for line in lines if "request" in line}
+    mine = requests["mine-1"]
+    assert (mine["message"], mine["model"], mine["status"], mine["rows"]) == ("POST /predict", "classifier", 200, 1)
+    assert mine["ms"] >= mine["compute_ms"] > 0
+    assert requests[given]["status"] == 400
+    assert [line for line in lines if line.get("trace") == trace]
+    assert not [name for name in requests if "forged" in name]
+    assert max(len(line["message"]) for line in lines) < 300
+    assert secret not in server.log
+
+
+def test_text_for_people(classifier_bundle: Bundle, tmp_path: Path) -> None:
+    with Running(tmp_path, str(classifier_bundle.path), *QUIET, "--log-requests", form="text") as server:
+        server.ready()
+        port = int(server.log.split("listening on http://127.0.0.1:")[1].split(";")[0])
+        assert server.ask("/predict", BODY, port=port, x_request_id="mine-2")[0] == 200
+        assert server.stop() == 0
+        line = next(line for line in server.log.splitlines() if "mine-2" in line)
+    assert line.startswith("INFO: POST /predict request=mine-2 model=classifier status=200 ms=")
+
+
+def test_text_never_breaks_a_line() -> None:
+    import logging
+
+    from hasten.server.logs import _Json, _Text
+
+    record = logging.LogRecord("hasten", logging.INFO, "", 0, "%s", ("GET /a\nINFO: forged\x1b[2J\u2028\ud800",), None)
+    assert _Text().format(record) == "INFO: GET /a\\u000aINFO: forged\\u001b[2J\\u2028\ud800"
+    assert json.loads(_Json().format(record))["message"].startswith("GET /a\nINFO")
+    assert _Json().format(record).isprintable()
+
+
+class Collector:
+    """A real HTTP server that takes spans as a collector of OpenTelemetry does."""
+
+    def __init__(self) -> None:
+        spans: list[Any] = []
+        self.spans = spans
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+                sent = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
+                for resource in sent.resource_spans:
+                    for scope in resource.scope_spans:
+                        spans.extend((resource.resource, span) for span in scope.spans)
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+
+    def __enter__(self) -> Collector:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def values(attributes: Any) -> dict[str, Any]:
+    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in attributes}
+
+
+def test_spans_go_to_the_collector(classifier_bundle: Bundle, tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="tracing needs hasten[tracing]")
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    with (
+        Collector() as collector,
+        Running(tmp_path, str(classifier_bundle.path), *QUIET, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url) as server,
+    ):
+        port = server.ready().port
+        for flags in ("01", "00"):  # the second is not to be recorded
+            headers = {"traceparent": f"00-{trace}-{parent}-{flags}", "x-request-id": f"mine-{flags}"}
+            assert server.ask("/predict", BODY, port=port, **headers)[0] == 200
+        assert server.ask("/v2/health/ready", port=port)[0] == 200
+        assert server.ask("/predict", {"inputs": 5}, port=port)[0] == 400
+        # Nothing waits for the exporter's own interval: leaving sends what is left.
+        assert server.stop() == 0
+        spans = {span.name: (resource, span) for resource, span in collector.spans if span.trace_id.hex() == trace}
+        others = [span for _, span in collector.spans if span.trace_id.hex() != trace]
+        assert all(line["level"] == "info" for line in server.lines), server.log
+    resource, whole = spans["POST /predict"]
+    assert values(resource.attributes)["service.name"] == "hasten"
+    assert whole.parent_span_id.hex() == parent
+    assert whole.kind == whole.SPAN_KIND_SERVER
+    about = values(whole.attributes)
+    assert (about["hasten.model"], about["hasten.request"], about["hasten.rows"]) == ("classifier", "mine-01", 1)
+    assert (about["http.response.status_code"], about["hasten.tokens"] > 1) == (200, True)
+    end = whole.start_time_unix_nano
+    for name in ("encode", "queue", "compute"):
+        _, span = spans.pop(name)
+        assert span.parent_span_id == whole.span_id
+        assert end <= span.start_time_unix_nano <= span.end_time_unix_nano <= whole.end_time_unix_nano
+        end = span.end_time_unix_nano
+    assert list(spans) == ["POST /predict"]
+    assert [values(span.attributes)["http.response.status_code"] for span in others] == [400]
+
+
+def test_a_collector_that_is_not_there_holds_nothing_up(classifier_bundle: Bundle, tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="tracing needs hasten[tracing]")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with Running(tmp_path, str(classifier_bundle.path), *QUIET, OTEL_EXPORTER_OTLP_ENDPOINT=url) as server:
+            assert predict(server.ready()) == 200
+            assert server.stop() == 0
+            assert server.lines  # what the exporter complains of is JSON too
+
+
+def test_when_tracing_is_wanted() -> None:
+    from hasten.core.errors import PlanError
+    from hasten.server.tracing import Tracer, is_configured
+
+    endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"}
+    assert not is_configured({})
+    assert is_configured(endpoint)
+    assert is_configured({"OTEL_TRACES_EXPORTER": "otlp"})
+    assert not is_configured(endpoint | {"OTEL_TRACES_EXPORTER": "none"})
+    assert not is_configured(endpoint | {"OTEL_SDK_DISABLED": "true"})
+    with pytest.raises(PlanError, match="traces are not sent by grpc"):
+        Tracer(endpoint | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})

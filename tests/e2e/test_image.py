@@ -1,0 +1,130 @@
+"""What docker/Dockerfile does, done without docker: its steps in a folder, and a server from what they install."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from operating import Running, until
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[tuple[str, str]]:
+    """The Dockerfile's instructions, in order."""
+    text = (ROOT / "docker" / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
+
+
+def of(steps: list[tuple[str, str]], word: str) -> list[str]:
+    return [rest for name, rest in steps if name == word]
+
+
+@pytest.fixture(scope="module")
+def installed(steps: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first stage, run in a folder instead of at the root; the environment it makes."""
+    folder = tmp_path_factory.mktemp("image")
+    for place in ("src", "opt", "wheels"):
+        (folder / place).mkdir()
+
+    def moved(text: str) -> str:
+        return re.sub(r"(?<![\w.])/(src|opt|wheels)\b", lambda found: f"{folder}/{found[1]}", text)
+
+    first = steps[: [place for place, (word, _) in enumerate(steps) if word == "FROM"][1]]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    for word, rest in first:
+        if word == "COPY":
+            *sources, target = rest.split()
+            for source in sources:
+                copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
+                copy(ROOT / source, folder / "src" / (target if target != "./" else source))
+        elif word == "RUN":
+            command = moved(rest).replace("pip wheel", f"{sys.executable} -m pip wheel", 1)
+            done = subprocess.run(
+                ["sh", "-ec", command], cwd=folder / "src", capture_output=True, text=True, env=environment, check=False
+            )
+            if "No matching distribution" in done.stderr or "Connection" in done.stderr:
+                pytest.skip("no package index can be reached")
+            assert done.returncode == 0, done.stderr
+    return folder / "opt" / "hasten"
+
+
+def test_it_copies_what_may_be_copied_and_runs_as_nobody(steps: list[tuple[str, str]]) -> None:
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {name for rest in of(steps, "COPY") if not rest.startswith("--from") for name in rest.split()[:-1]}
+    assert copied == allowed
+    assert of(steps, "USER") == ["10001:10001"]
+    assert steps.index(("USER", "10001:10001")) > max(place for place, (word, _) in enumerate(steps) if word == "RUN")
+
+
+def test_there_is_no_pytorch_in_it(installed: Path) -> None:
+    listed = subprocess.run(
+        [installed / "bin" / "pip", "list", "--format", "json"], capture_output=True, check=True, env={}
+    )
+    names = {entry["name"].lower() for entry in json.loads(listed.stdout)}
+    assert {"hasten", "onnxruntime", "openvino", "uvloop", "grpcio"} <= names
+    assert not names & {"torch", "transformers", "onnx"}
+
+
+def test_its_server_answers_and_its_check_agrees(
+    installed: Path, steps: list[tuple[str, str]], tiny_embedder: Any, tmp_path: Path
+) -> None:
+    import hasten
+
+    hasten.build(
+        tiny_embedder(), tmp_path / "models" / "embedder", variants=["onnxruntime-fp32"], bench_budget_s=0.5, threads=1
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    environment = {"PATH": f"{installed}/bin", "HASTEN_CACHE": str(tmp_path / "cache"), "HASTEN_PORT": port}
+    check = json.loads(of(steps, "HEALTHCHECK")[0].split("CMD", 1)[1])
+    entry = [*json.loads(of(steps, "ENTRYPOINT")[0]), str(tmp_path / json.loads(of(steps, "CMD")[0])[0].lstrip("/"))]
+    assert subprocess.run(check, env=environment, capture_output=True, check=False, cwd=tmp_path).returncode != 0
+    server = subprocess.Popen([*entry, "--grpc-port", "0"], env=environment, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    try:
+        until(
+            lambda: subprocess.run(check, env=environment, capture_output=True, check=False).returncode == 0, "health"
+        )
+        body = json.dumps({"input": "one text"}).encode()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/embeddings", body, timeout=60) as answer:
+            assert len(json.load(answer)["data"][0]["embedding"]) == 32
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait()
+
+
+def test_a_model_is_built_once_and_again_when_it_has_changed(tmp_path: Path, tiny_classifier: Any) -> None:
+    model = shutil.copytree(tiny_classifier("bert"), tmp_path / "model")
+    words = (str(model), "--port", "0", "--no-grpc")
+    environment = {"HASTEN_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    with Running(tmp_path, *words, **environment) as server:
+        server.said("is built first")
+        until(lambda: server.process.poll() is not None or "listening on" in server.log, "the build", seconds=600)
+        assert server.ready().ask("/predict", {"inputs": "one text"})[0] == 200
+        assert server.stop() == 0
+    with Running(tmp_path, *words, **environment) as server:
+        assert server.ready().ask("/predict", {"inputs": "one text"})[0] == 200
+        assert "is built first" not in server.log
+        assert server.stop() == 0
+    (model / "config.json").write_text((model / "config.json").read_text().replace('"fair"', '"middling"'))
+    with Running(tmp_path, *words, **environment) as server:
+        server.said("is built first")
+        server.signal(signal.SIGTERM)
+        assert server.end() in (0, 128 + signal.SIGTERM)

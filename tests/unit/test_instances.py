@@ -1,0 +1,185 @@
+"""How many sessions are opened: what is measured, what is remembered, and how it is chosen."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hasten.backends import BACKENDS, Artifact, PaddedSession, RunOptions
+from hasten.core.tensors import (
+    BATCH,
+    SEQUENCE,
+    Batch,
+    DType,
+    Layout,
+    Outputs,
+    SessionSpec,
+    Shape,
+    Signature,
+    TensorSpec,
+)
+from hasten.core.variant import Support, Variant
+from hasten.server import instances
+from hasten.server.fairness import Turns
+from hasten.server.instances import choose_instances
+
+SIGNATURE = Signature(
+    (TensorSpec("input_ids", DType.INT32, (BATCH, SEQUENCE)),), (TensorSpec("sum", DType.FLOAT32, (BATCH, 1)),), 512
+)
+SHAPE = Shape(8, 128)
+
+
+class Session(PaddedSession):
+    def __init__(self, seconds: float) -> None:
+        self.spec = SessionSpec(SIGNATURE, Layout.PADDED, "cpu", "fp32")
+        self.is_closed = False
+        self._seconds = seconds
+
+    def run(self, batch: Batch) -> Outputs:
+        time.sleep(self._seconds)
+        return {"sum": np.zeros((len(batch), 1), np.float32)}
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Backend:
+    """Takes as long as it is told for a number of threads, however many run beside it."""
+
+    name = "timed"
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        self._seconds = seconds
+        self.opened: list[Session] = []
+
+    def probe(self, *_: object) -> Support:
+        return Support.yes()
+
+    def open(self, artifact: Artifact, options: RunOptions) -> Session:
+        self.opened.append(Session(self._seconds(options.thread_count)))
+        return self.opened[-1]
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Backend]]:
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(instances, "_MEASURE_S", 0.05)
+
+    def make(seconds: Callable[[int], float], cores: int = 4) -> Backend:
+        monkeypatch.setattr(instances, "usable_cores", lambda: cores)
+        backend: Any = Backend(seconds)
+        BACKENDS.add("timed", backend)
+        made: Backend = backend
+        return made
+
+    yield make
+    BACKENDS._loaded.pop("timed", None)
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Artifact:
+    folder = tmp_path / "variant"
+    folder.mkdir()
+    (folder / "model.onnx").write_bytes(b"weights")
+    return Artifact(Variant.parse("timed-fp32"), SIGNATURE, folder, {"model": "model.onnx"})
+
+
+def test_more_sessions_where_threads_do_not_help(timed: Callable[..., Backend], artifact: Artifact) -> None:
+    backend = timed(lambda _: 0.005)
+    assert choose_instances(artifact, "digest", SHAPE) == 4
+    assert len(backend.opened) == 1 + 2 + 4
+    assert all(session.is_closed for session in backend.opened)
+
+
+def test_one_session_where_threads_help_as_much(timed: Callable[..., Backend], artifact: Artifact) -> None:
+    timed(lambda threads: 0.02 / threads)
+    assert choose_instances(artifact, "digest", SHAPE) == 1
+
+
+def test_it_stops_where_more_answer_less(timed: Callable[..., Backend], artifact: Artifact) -> None:
+    backend = timed(lambda threads: 0.005 if threads == 8 else 0.05, cores=8)
+    assert choose_instances(artifact, "digest", SHAPE) == 1
+    assert len(backend.opened) == 1 + 2
+
+
+def test_it_is_measured_once(timed: Callable[..., Backend], artifact: Artifact, tmp_path: Path) -> None:
+    backend = timed(lambda _: 0.005, cores=2)
+    assert choose_instances(artifact, "digest", SHAPE) == 2
+    measured = len(backend.opened)
+    assert choose_instances(artifact, "digest", SHAPE) == 2
+    assert len(backend.opened) == measured
+    choose_instances(artifact, "of another bundle", SHAPE)
+    assert len(backend.opened) == 2 * measured
+    for file in (tmp_path / "cache" / "instances").iterdir():
+        for content in (b"{}", b"no JSON", b'{"1": "fast"}'):
+            file.write_bytes(content)
+            assert choose_instances(artifact, "digest", SHAPE) == 2
+
+
+def test_nowhere_to_keep_it(
+    timed: Callable[..., Backend], artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "file"))
+    timed(lambda _: 0.005, cores=2)
+    assert choose_instances(artifact, "digest", SHAPE) == 2
+
+
+def test_nothing_to_choose_on_one_core(timed: Callable[..., Backend], artifact: Artifact) -> None:
+    backend = timed(lambda _: 0.005, cores=1)
+    assert choose_instances(artifact, "digest", SHAPE) == 1
+    assert backend.opened == []
+
+
+@pytest.mark.parametrize(
+    ("cores", "model_gb", "memory_gb", "expected"),
+    [
+        (1, 1, 64, [1]),
+        (2, 1, 64, [1, 2]),
+        (6, 1, 64, [1, 2, 4]),
+        (64, 1, 64, [1, 2, 4, 8]),
+        (64, 10, 64, [1]),
+        (8, 40, 64, [1]),
+    ],
+)
+def test_as_many_as_have_cores_and_room(cores: int, model_gb: int, memory_gb: int, expected: Sequence[int]) -> None:
+    assert instances._counts(cores, model_gb * 2**30, memory_gb * 2**30) == expected
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ({1: 100.0}, 1),
+        ({1: 100.0, 2: 110.0}, 1),
+        ({1: 100.0, 2: 120.0}, 2),
+        ({1: 100.0, 2: 110.0, 4: 121.0}, 4),
+        ({1: 100.0, 2: 150.0, 4: 160.0}, 2),
+    ],
+)
+def test_more_only_where_it_is_worth_it(rates: dict[int, float], expected: int) -> None:
+    assert instances._best(rates) == expected
+
+
+def test_those_that_share_the_cores_run_at_once() -> None:
+    turns = Turns(2)
+    narrow, wide = turns.join(1), turns.join(8)  # as many as there are
+    order: list[str] = []
+
+    def take() -> None:
+        with wide.turn(1):
+            order.append("wide")
+
+    waiting = threading.Thread(target=take)
+    with narrow.turn(1), narrow.turn(1):
+        waiting.start()
+        while not wide.waiting:
+            time.sleep(0.001)
+        order.append("narrow twice")
+    waiting.join(60)
+    assert order == ["narrow twice", "wide"]
