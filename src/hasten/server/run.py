@@ -252,7 +252,6 @@ def _model_settings(settings: Settings) -> ModelSettings:
         requests=settings.max_queue,
         wait_s=settings.max_queue_time,
         slowdown=settings.max_slowdown,
-        tokens_per_batch=settings.batch_tokens or Limits().tokens_per_batch,
     )
     return ModelSettings(
         variant=settings.variant,
@@ -260,6 +259,7 @@ def _model_settings(settings: Settings) -> ModelSettings:
         threads=settings.threads,
         max_wait_s=settings.max_wait / 1e6,
         timeout_s=settings.timeout,
+        batch_tokens=settings.batch_tokens,
         limits=limits,
         items=settings.max_items,
         tokens=settings.max_tokens,

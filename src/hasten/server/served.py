@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -30,6 +30,11 @@ Answer = TypeVar("Answer")
 
 # Rows of the bundle's own that a server answers before it says that it is ready.
 _TEST_ROWS = 16
+# What a thread's share of a batch may be for its activations to stay in the caches of its core: in larger batches each
+# token takes longer, and who came first waits for the others.
+_TOKENS_PER_THREAD = 512
+# What the number of sessions is measured on: short texts, as most are.
+_MEASURED = Shape(4, 64)
 # What is broken answers none of them. A variant of less precision answers a few otherwise, as its build has measured;
 # among so few rows there may by chance be so many more of those.
 _TEST_SLACK = 0.2
@@ -47,6 +52,8 @@ class ModelSettings:
     max_wait_s: float = 0.0
     # To answer, where a request does not say.
     timeout_s: float | None = None
+    # Tokens of a batch; as many as its session has cache for, where not given.
+    batch_tokens: int | None = None
     limits: Limits = field(default_factory=Limits)
     # Texts in one request, and tokens of all of them.
     items: int = 1024
@@ -65,6 +72,7 @@ class Served:
         self.variant = artifact.variant
         self.signature = artifact.signature
         self.instances, threads = _arrange(artifact, bundle, settings)
+        self.limits = replace(settings.limits, tokens_per_batch=_budget(artifact, threads, settings))
         with ExitStack() as opened:
             options = RunOptions(threads)
             sessions = [opened.enter_context(open_session(artifact, options)) for _ in range(self.instances)]
@@ -74,7 +82,7 @@ class Served:
             opened.pop_all()  # the engine closes them
         self.engine = Engine(
             sessions,
-            settings.limits,
+            self.limits,
             encoders=max(1, usable_cores() // 2),
             seat=turns.join(threads),
             observer=observer,
@@ -184,5 +192,12 @@ def _arrange(artifact: Artifact, bundle: Bundle, settings: ModelSettings) -> tup
         return settings.instances, settings.threads or max(1, cores // settings.instances)
     if settings.threads is not None:
         return max(1, cores // settings.threads), settings.threads
-    instances = choose_instances(artifact, bundle.manifest.digest, bundle.report.plan.shapes.optimal)
+    instances = choose_instances(artifact, bundle.manifest.digest, _MEASURED)
     return instances, max(1, cores // instances)
+
+
+def _budget(artifact: Artifact, threads: int, settings: ModelSettings) -> int:
+    if settings.batch_tokens is not None:
+        return settings.batch_tokens
+    on_cpu = artifact.variant.device == CPU
+    return _TOKENS_PER_THREAD * threads if on_cpu else settings.limits.tokens_per_batch

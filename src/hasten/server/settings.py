@@ -115,7 +115,7 @@ class Settings:
         None
     )
     max_wait: Annotated[int, Option(_whole, "US", "wait so many microseconds for more to batch", _MODELS)] = 0
-    batch_tokens: Annotated[int | None, Option(_count, "N", "tokens of a batch, at most", _MODELS)] = None
+    batch_tokens: Annotated[int | None, Option(_count, "N", "of a batch (default: 512 a thread)", _MODELS)] = None
 
     max_queue: Annotated[int, Option(_count, "N", "more requests than this get 429", _LIMITS)] = 2048
     max_queue_time: Annotated[float, Option(_time, "TIME", "so do those that would wait longer", _LIMITS)] = 5.0

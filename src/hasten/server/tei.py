@@ -106,7 +106,7 @@ def info(call: Call) -> None:
                 model_type=about.task.name,
                 max_input_length=served.signature.max_length,
                 max_client_batch_size=served.settings.items,
-                max_batch_tokens=served.settings.limits.tokens_per_batch,
+                max_batch_tokens=served.limits.tokens_per_batch,
                 version=__version__,
             )
         )
