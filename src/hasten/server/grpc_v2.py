@@ -1,7 +1,6 @@
 """The Open Inference Protocol v2 by gRPC: `inference.GRPCInferenceService`, health and reflection.
 
-A call has a thread of its own, which waits for its answer. With grpcio's asynchronous server a call takes longer, since
-each crosses the event loop of Python twice: docs/decisions/http.md.
+A call has a thread of its own, which waits for its answer.
 """
 
 from __future__ import annotations
