@@ -11,6 +11,7 @@ import re
 import sys
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hasten import cli
@@ -211,7 +212,7 @@ def _precision_cells(verdict: dict[str, Any]) -> list[str]:
 def readme() -> str:
     """README with what stands between its markers taken from the result files."""
     text = README.read_text(encoding="utf-8")
-    for name, content in {"build": _build_block(), "figures": _figures()}.items():
+    for name, content in {"build": _build_block(), "figures": _figures(), "serving": _serving()}.items():
         pattern = re.compile(f"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)", re.DOTALL)
         text, count = pattern.subn(lambda match, content=content: f"{match[1]}{content}{match[2]}", text)
         if count != 1:
@@ -252,6 +253,38 @@ def _figures() -> str:
         "",
         f"Machine: {_machine(results)}. [Result file](benchmarks/results/cpu.json), repeated by `make bench`. "
         "Times on other machines differ; ratios are medians over alternating rounds, intervals in the file.",
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def _serving() -> str:
+    latency, throughput, endurance = (
+        json.loads((RESULTS / f"serving_{name}.json").read_text(encoding="utf-8"))
+        for name in ("latency", "throughput", "endurance")
+    )
+    rows = ["| added to one request of 16 tokens | median | quartiles over turns |", "|---|---|---|"]
+    for name, lane in sorted(
+        latency["lanes"].items(), key=lambda pair: (pair[1].get("added_ms") or {}).get("value", 0)
+    ):
+        if added := lane.get("added_ms"):
+            rows.append(f"| {name} | {added['value']:.2f} ms | {added['low']:.2f}–{added['high']:.2f} ms |")
+    rows += ["", f"| {throughput['clients']} clients, sentences and long reviews | answers/s | p99 |", "|---|---|---|"]
+    for name, contender in throughput["contenders"].items():
+        speed, slowest = (median(one[key] for one in contender["rounds"]) for key in ("per_second", "p99_ms"))
+        rows.append(f"| {name} | {speed:.0f} | {slowest:.0f} ms |")
+    ready, overload = (endurance[name]["summary"] for name in ("ready", "overload"))
+    rows += [
+        "",
+        f"MiniLM is ready {ready['ready_s']:.1f} s after the start of the process and takes "
+        f"{ready['memory_bytes'] / 1e6:.0f} MB. At ten times what it can do, with `{endurance['overload']['options']}`, "
+        f"what it takes keeps p99 within {overload['slowdown']:.1f} times that of a server that is not loaded, and the "
+        f"rest is told so within {overload['refused_p99_ms']:.0f} ms.",
+        "",
+        f"Machine: {_machine(latency)}. Result files: [latency](benchmarks/results/serving_latency.json), "
+        "[throughput](benchmarks/results/serving_throughput.json), "
+        "[endurance](benchmarks/results/serving_endurance.json), repeated by `benchmarks/serving`. The SST-2 classifier "
+        "in int8, and for the peers in fp32 where not said otherwise; the machine is shared and noisy, as the quartiles "
+        "show.",
     ]
     return "\n".join(rows) + "\n"
 
