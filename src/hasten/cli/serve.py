@@ -94,7 +94,8 @@ def _spread(name: str) -> list[str]:
     path = Path(name)
     if not path.is_dir() or is_bundle(path):
         return [name]
-    inside = [entry for entry in path.iterdir() if is_bundle(entry) and not entry.name.startswith(".")]
+    # One that is damaged too: it is not left out without a word.
+    inside = [entry for entry in path.iterdir() if (entry / MANIFEST).is_file() and not entry.name.startswith(".")]
     return sorted(str(entry) for entry in inside) or [name]
 
 

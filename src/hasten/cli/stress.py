@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.cli import console
+from hasten.core.errors import ServeError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,19 +77,28 @@ def main(args: argparse.Namespace) -> int:
 
         progress.start(f"{rate:.0f} requests/s", seconds)
         run = await load(target, requests, rate, seconds, timeout_s=timeout_s, seed=args.seed, on_progress=tell)
-        progress.finish(f"p99 {run.p99_ms:.1f} ms, {run.errors} errors")
+        progress.finish(f"p99 {run.p99_ms:.1f} ms, {run.errors} errors", ok=run.errors == 0)
         return run
 
     work: Coroutine[Any, Any, Run | Sweep]
     work = sweep(run_at, args.rate, args.objective) if args.sweep else run_at(args.rate)
     result = _with_uvloop(work)
+    if args.plot is not None:
+        _draw(result, args.plot)
     if args.json:
         console.print_json(result)
     else:
         _print(console.out, result)
-    if args.plot is not None:
-        _draw(result, args.plot)
-    return 0
+    return 0 if _is_borne(result) else ServeError.exit_code
+
+
+def _is_borne(result: Run | Sweep) -> bool:
+    """Whether a rate keeps the objective, or a run had an answer to every request, be it that there are too many."""
+    from hasten.stress.load import Run
+
+    if not isinstance(result, Run):
+        return result.best is not None
+    return result.sent == sum(result.statuses.get(status, 0) for status in (200, 429))
 
 
 def _allow_connections() -> None:

@@ -170,12 +170,12 @@ def parse_columns(text: str) -> dict[str, str]:
     return columns
 
 
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def parse_duration(text: str) -> float:
-    """Seconds from `30s`, `5m`, `1h` or a bare number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    """Seconds from `200ms`, `30s`, `5m`, `1h` or a bare number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|[smh]?)", text.strip())
     if not match:
         raise PlanError(f"'{text}' is not a duration", hint="write 30s, 5m or 1h")
     seconds = float(match[1]) * _UNITS[match[2]]

@@ -23,13 +23,7 @@ logger = logging.getLogger("hasten")
 
 Found = TypeVar("Found")
 
-PROTOCOLS: tuple[tuple[str, Sequence[Route]], ...] = (
-    ("v2", v2.ROUTES),
-    ("huggingface", huggingface.ROUTES),
-    ("openai", openai.ROUTES),
-    ("tei", tei.ROUTES),
-)
-
+PROTOCOLS: tuple[Sequence[Route], ...] = (v2.ROUTES, huggingface.ROUTES, openai.ROUTES, tei.ROUTES)
 
 # A body that is larger takes long enough to read for others to notice, where the event loop does it.
 _LARGE_BYTES = 2**16
@@ -63,7 +57,7 @@ class App:
         self._hang_s = hang_s
         self._on_close = on_close
         self._readers = ThreadPoolExecutor(_READERS, "read")
-        self._router = Router([route for _, routes in PROTOCOLS for route in routes] + operations.routes(self))
+        self._router = Router([route for routes in PROTOCOLS for route in routes] + operations.routes(self))
 
     @property
     def is_ready(self) -> bool:
@@ -80,7 +74,7 @@ class App:
 
     def __call__(self, exchange: Exchange) -> None:
         exchange.watch = self.watch
-        if len(exchange.body) > _LARGE_BYTES:
+        if len(exchange.body) > _LARGE_BYTES or "content-encoding" in exchange.headers:
             self._readers.submit(self._read, exchange)
         else:
             self._answer(exchange)

@@ -24,17 +24,24 @@ def from_environment() -> Asgi:
     settings = Settings.read({})
     app = make_app(settings)
     load_models(app, settings)
-    return Asgi(app, http_limits(settings))
+    return Asgi(app, http_limits(settings), lambda: app.close(settings.drain))
 
 
 class Asgi:
-    def __init__(self, app: Callable[[Exchange], None], limits: HttpLimits | None = None) -> None:
+    def __init__(
+        self,
+        app: Callable[[Exchange], None],
+        limits: HttpLimits | None = None,
+        on_close: Callable[[], object] = lambda: None,
+    ) -> None:
         self._app = app
+        self._on_close = on_close
         self._limits = limits or HttpLimits()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await _live(receive, send)
+            await asyncio.to_thread(self._on_close)
         elif scope["type"] == "http":
             await self._answer(scope, receive, send)
         else:
@@ -52,7 +59,10 @@ class Asgi:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(give, response)
 
-        body = await self._body(receive)
+        try:
+            body = await self._body(receive)
+        except ConnectionResetError:
+            return
         if body is None:
             await _send(send, failure(TooLargeError(f"the body is larger than {self._limits.body_bytes} bytes")), "")
             return
@@ -75,6 +85,8 @@ class Asgi:
         size = 0
         while True:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ConnectionResetError
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
             if size > self._limits.body_bytes:

@@ -89,7 +89,7 @@ class Connection(asyncio.Protocol):
         self._is_deaf = self._has_ended = self._is_within = False
         # The client does not read what it is sent; it is not read from.
         self._is_stuck = self._is_paused = False
-        self._body: list[bytes] = []
+        self._body = bytearray()
         self._size = 0
         self._reset()
 
@@ -199,7 +199,7 @@ class Connection(asyncio.Protocol):
             return
         self._size += len(data)
         self._owner.held_bytes += len(data)
-        self._body.append(data)
+        self._body += data
         if self._size > self._owner.limits.body_bytes:
             self._too_large()
         elif self._owner.held_bytes > self._owner.limits.held_bytes:
@@ -211,9 +211,9 @@ class Connection(asyncio.Protocol):
         self._stop_waiting()
         self._is_within = False
         path, query = target(self._url)
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        body = bytes(self._body)
         # From here on the exchange holds it.
-        self._body, self._size = [], 0
+        self._body, self._size = bytearray(), 0
         method, limit = self._parser.get_method().decode(), self._owner.limits.body_bytes
         exchange = Exchange(method, path, query, self._headers, body, self._answered, limit)
         # Of older clients none is told how to know that the connection stays.
@@ -304,7 +304,7 @@ class Connection(asyncio.Protocol):
         self._owner.held_bytes -= self._size
         self._url = b""
         self._headers: dict[str, str] = {}
-        self._body = []
+        self._body = bytearray()
         self._size = self._header_bytes = self._header_count = self._unseen = 0
         self._is_headed = False
 

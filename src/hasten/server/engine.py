@@ -73,7 +73,7 @@ class Observer:
 class _Worker:
     session: Session
     thread: threading.Thread
-    # When its session began to run what it runs; None while it does not.
+    # When it took what it runs, or waits to run; None while there is nothing.
     busy_since: float | None = None
 
 
@@ -131,12 +131,8 @@ class Engine:
     def waiting(self) -> int:
         return len(self._queue)
 
-    @property
-    def wait_s(self) -> float:
-        return self._admission.wait_s(self._open)
-
     def hung_s(self, now: float) -> float:
-        """How long the session that runs longest has been running."""
+        """How long the batch that was taken first, and is not done, has been running or waiting for its turn."""
         return max((now - since for worker in self._workers if (since := worker.busy_since) is not None), default=0.0)
 
     def drain(self, timeout_s: float) -> bool:
@@ -156,7 +152,7 @@ class Engine:
             self._workers_wake.notify_all()
             self._encoders_wake.notify_all()
         for work in waiting:
-            self._end(work, UnavailableError("the server is stopping"))
+            self._end(work, UnavailableError("the model was taken away before it was answered"))
         until = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -253,22 +249,23 @@ class Engine:
                     self._workers_wake.notify()
         except HastenError as error:
             self._answer(request, error, None)
-        except Exception as error:
+        except BaseException as error:  # a panic of the tokenizer is not an Exception, and would end the thread
             logger.exception("a request could not be encoded")
             self._answer(request, StageError(f"it could not be encoded: {type(error).__name__}"), None)
 
     def _run(self, worker: _Worker, job: Job) -> None:
-        begin = worker.busy_since = time.monotonic()
+        worker.busy_since = time.monotonic()
         try:
             with self._seat.turn(job.batch.tokens):
+                begin = time.monotonic()
                 outputs = worker.session.run(job.batch)
+                seconds = time.monotonic() - begin
             parts = self._apart(job, outputs)
-        except Exception as error:
+        except BaseException as error:
             worker.busy_since = None
             self._isolate(worker, job, error)
             return
         worker.busy_since = None
-        seconds = time.monotonic() - begin
         with self._lock:
             self._admission.ran(job.batch.tokens, len(job.slices), seconds)
         self._hand_out(job, parts, seconds)
@@ -278,7 +275,7 @@ class Engine:
         except Exception:
             logger.exception("a batch could not be counted")
 
-    def _isolate(self, worker: _Worker, job: Job, error: Exception) -> None:
+    def _isolate(self, worker: _Worker, job: Job, error: BaseException) -> None:
         """A batch failed: it is run again in halves, until the one at fault is by itself."""
         if len(job.slices) > 1:
             half = len(job.slices) // 2
@@ -354,7 +351,7 @@ class Engine:
             answer = request.decode(outputs, encoded)
         except HastenError as error:
             self._answer(request, error, measured)
-        except Exception as error:
+        except BaseException as error:
             logger.exception("an answer could not be decoded")
             self._answer(request, StageError(f"the answer could not be decoded: {type(error).__name__}"), measured)
         else:

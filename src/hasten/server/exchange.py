@@ -28,6 +28,8 @@ Body = TypeVar("Body")
 
 JSON, TEXT, BINARY = "application/json", "text/plain", "application/octet-stream"
 REQUEST_ID = "x-request-id"
+# What logs and metrics call a client that left before it was answered.
+_GONE = 499
 
 # What went wrong to what HTTP calls it; the first that fits counts. What is not here is our own fault.
 _STATUS: tuple[tuple[type[HastenError], int], ...] = (
@@ -113,6 +115,8 @@ class Exchange:
             self.is_closed = True
             if on_close is not None:
                 on_close()
+            if self.watch is not None:
+                self.watch(self._seen(Response(_GONE, b"")))
 
     def content(self) -> bytes:
         """The body as it was before it was compressed."""

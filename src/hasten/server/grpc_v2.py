@@ -198,7 +198,7 @@ class _Service:
         return message("ServerLiveResponse")(live=self._app.is_alive())
 
     def _server_ready(self, call: Call) -> Any:
-        return message("ServerReadyResponse")(ready=self._app.is_ready)
+        return message("ServerReadyResponse")(ready=self._app.is_ready and self._app.is_alive())
 
     def _model_ready(self, call: Call) -> Any:
         is_there = any(served.name == call.request.name for served in self._app.models)

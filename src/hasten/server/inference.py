@@ -36,6 +36,7 @@ _NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
 _MOST_VALUES = 2**28
 # What values may be where they come one by one, by the kind of the tensor; NumPy would make numbers of strings.
 _VALUES: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
+_USUAL = 2
 _REFUSED = ("shared_memory_region", "classification")
 _MOST_AXES = 8
 _MOST_US = 10**15
@@ -92,7 +93,8 @@ def infer(
     priority, timeout = (inference.parameters.get(name, 0) for name in ("priority", "timeout"))
     if not all(type(number) is int and 0 <= number < 2**64 for number in (priority, timeout)):
         raise InputError("priority and timeout are whole numbers, from 0 on")
-    # In microseconds, as tritonserver has it; zero stands for none.
+    # As tritonserver has them: the highest priority is 1, and 0 the usual, which for us is 2; microseconds, 0 for none.
+    priority = priority - _USUAL if priority else 0
     timeout_s = min(timeout, _MOST_US) / 1e6 if timeout else None
     if is_tokens:
         return served.submit(lambda: rows_of(served, tensors), decode, on_done, priority=priority, timeout_s=timeout_s)

@@ -19,16 +19,20 @@ class Keys:
 
     @classmethod
     def read(cls, file: Path | None, environment: Mapping[str, str] = os.environ) -> Keys:
-        lines = environment.get("HASTEN_API_KEYS", "").replace(",", "\n").splitlines()
+        given = environment.get("HASTEN_API_KEYS", "")
+        keys = [key for word in given.replace(",", "\n").splitlines() if (key := word.strip())]
+        # Whoever sets the variable, or names a file, means to keep others out.
+        if given and not keys:
+            raise PlanError("there is no key in HASTEN_API_KEYS")
         if file is not None:
             try:
-                lines += file.read_text(encoding="utf-8").splitlines()
+                lines = file.read_text(encoding="utf-8").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 raise PlanError(f"no keys at {file}: {error}") from error
-        keys = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
-        if file is not None and not keys:
-            # Whoever names a file means to keep others out.
-            raise PlanError(f"there is no key in {file}")
+            in_file = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
+            if not in_file:
+                raise PlanError(f"there is no key in {file}")
+            keys += in_file
         if not all(key.isascii() for key in keys):
             raise PlanError("an API key has letters that a header cannot carry", hint="ASCII alone")
         return cls(keys)

@@ -42,7 +42,9 @@ def access_log() -> Watcher:
     """One line a request. Texts are never written: they are the users' own."""
 
     def write(seen: Seen) -> None:
-        level = logging.ERROR if seen.status >= _SERVER_FAULT else logging.INFO
+        # Not ready yet, stopping, out of time: nobody's fault.
+        is_fault = seen.status >= _SERVER_FAULT and seen.status not in (503, 504)
+        level = logging.ERROR if is_fault else logging.INFO
         about: dict[str, Any] = {
             "request": seen.id,
             "model": seen.model,

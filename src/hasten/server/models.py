@@ -15,17 +15,16 @@ READY = "READY"
 class Models:
     """Readers take no lock: the mapping is replaced as a whole, never changed."""
 
-    def __init__(self, open_model: Callable[[Path, str], Served]) -> None:
+    def __init__(self, open_model: Callable[[Path, str], Served], drain_s: float = 60.0) -> None:
         self._open = open_model
+        # For one that is replaced or taken away to answer what it has taken.
+        self._drain_s = drain_s
         self._served: dict[str, Served] = {}
         self._paths: dict[str, Path] = {}
         self._change = threading.Lock()
 
     def __iter__(self) -> Iterator[Served]:
         return iter(self._served.values())
-
-    def __len__(self) -> int:
-        return len(self._served)
 
     def named(self, name: str) -> Served:
         found = self._served.get(name)
@@ -45,7 +44,7 @@ class Models:
             raise InputError(wrong, hint='name one with "model"' if fitting else None)
         return fitting[0]
 
-    def load(self, path: Path, name: str, *, drain_s: float = 30.0) -> Served:
+    def load(self, path: Path, name: str) -> Served:
         """Open a bundle and put it in the place of the one of that name, which first answers what it has taken.
 
         Where the new one cannot be opened, the old one stays.
@@ -56,14 +55,14 @@ class Models:
             self._served = {**self._served, served.name: served}
             self._paths[served.name] = path
         if before is not None:
-            before.close(drain_s)
+            before.close(self._drain_s)
         return served
 
-    def unload(self, name: str, *, drain_s: float = 30.0) -> None:
+    def unload(self, name: str) -> None:
         with self._change:
             before = self.named(name)
             self._served = {other: served for other, served in self._served.items() if other != name}
-        before.close(drain_s)
+        before.close(self._drain_s)
 
     def load_again(self, name: str) -> Served:
         """One that was loaded before, from where it was."""

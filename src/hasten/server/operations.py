@@ -33,11 +33,11 @@ def routes(app: App) -> list[Route]:
         call.exchange.reply(Response(200, page(app.routes).encode(), "text/html; charset=utf-8"))
 
     return [
+        Route("GET", "/v2/health/live", live, "Whether it is alive", None, str, (TEXT,), is_open=True),
         *(
-            Route("GET", path, live, "Whether it is alive", None, str, (TEXT,), is_open=True)
-            for path in ("/v2/health/live", "/health")
+            Route("GET", path, ready, "Whether it answers", None, str, (TEXT,), is_open=True)
+            for path in ("/v2/health/ready", "/health")
         ),
-        Route("GET", "/v2/health/ready", ready, "Whether it answers", None, str, (TEXT,), is_open=True),
         Route("GET", "/metrics", metrics, "Numbers for Prometheus", None, str, (TEXT,)),
         Route("GET", "/openapi.json", document, "All of this, for programs", answer=dict[str, Any]),
         Route("GET", "/docs", docs, "All of this, for people", None, str, ("text/html",)),

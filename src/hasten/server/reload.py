@@ -28,6 +28,9 @@ class Changes:
         there = {served.name for served in self._models}
         for name, path in self._models.paths.items():
             stamp = _stamp(path)
+            if stamp is None and self._stamps.get(name) is not None:
+                self._stamps[name] = None
+                logger.warning("%s is gone from %s: what was loaded of it stays", name, path)
             if name not in there or stamp is None or stamp == self._stamps.get(name):
                 continue
             self._stamps[name] = stamp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import os
@@ -38,6 +39,8 @@ logger = logging.getLogger("hasten")
 # The exit code of a process whose session hangs.
 HUNG = 70
 _BEAT_S = 1.0
+# Objects made and not freed before the garbage collector looks through them; requests leave it next to nothing.
+_COLLECT_AFTER = (50_000, 20, 100)
 # Clients that are busy on a connection send their next request within this, and are told that it was the last.
 _LINGER_S = 0.5
 # For the last answers by gRPC to be sent.
@@ -57,6 +60,7 @@ def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: No
             raise missing_package(package, "serving", "serve")
     import uvloop
 
+    _allow_connections()
     app = make_app(settings)
     if not app.keys and not _is_local(settings.host):
         logger.warning("anyone who reaches %s may ask: no API keys are set (--key-file)", settings.host)
@@ -67,7 +71,10 @@ def make_app(settings: Settings) -> App:
     """The application, still without its models; for any server that drives it."""
     metrics, about = Metrics(), _model_settings(settings)
     turns = Turns(max(usable_cores(), (settings.instances or 1) * (settings.threads or 1)))
-    models = Models(lambda path, name: Served.open(path, name, about, turns, metrics.of(name)))
+    models = Models(
+        lambda path, name: Served.open(path, name, about, turns, metrics.of(name)),
+        drain_s=max(settings.drain, settings.timeout),
+    )
     metrics.follow(models)
     watchers: list[Watcher] = [logs.access_log()] if settings.logs_requests else []
     keys = Keys.read(settings.key_file)
@@ -90,6 +97,10 @@ def load_models(app: App, settings: Settings) -> None:
     """Open, warm and test each; from then on they are asked."""
     for name, path in bundle_paths(settings).items():
         app.models.load(path, name)
+    # What is there now stays: looking through it again would stop all threads, for every large request.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_COLLECT_AFTER)
     app.state = State.READY
 
 
@@ -119,9 +130,10 @@ class _Process:
             await self._load()
             if grpc is not None:
                 grpc.tell(is_ready=True)
-            self._begin(self._watch_over(Heart.inherited()))
+            self._begin(self._watch_over(Heart.inherited(), grpc))
             if settings.watch is not None:
                 self._begin(self._reload_every(changes, settings.watch))
+            logger.info("ready")
             on_ready(addresses)
             await self._stopping.wait()
             await self._drain(server, grpc)
@@ -154,7 +166,7 @@ class _Process:
         except OSError as error:
             where = f"{settings.host}:{settings.port}"
             raise UnavailableError(
-                f"cannot listen on {where}: {error.strerror or error}", hint="--port takes another"
+                f"cannot listen on {where}: {error.strerror or error}", hint="--host and --port take others"
             ) from error
 
     def _grpc(self, port: int) -> Any | None:
@@ -202,13 +214,15 @@ class _Process:
             await asyncio.sleep(seconds)
             await self._reload(changes)
 
-    async def _watch_over(self, heart: Heart) -> None:
+    async def _watch_over(self, heart: Heart, grpc: Any | None) -> None:
         """A session that hangs cannot be stopped; a process can."""
         while self._app.is_alive():
             if not heart.beat():
                 logger.error("the supervisor is gone: leaving")
                 self._stopping.set()
             await asyncio.sleep(_BEAT_S)
+        if grpc is not None:
+            grpc.tell(is_ready=False)
         logger.critical("a session hangs: leaving, so that whoever supervises this process starts it again")
         # Whoever asks for its health meanwhile is told.
         await asyncio.sleep(2 * _BEAT_S)
@@ -220,6 +234,7 @@ class _Process:
         """Take no new connections, answer what comes on those there are and tell that it was the last, then leave."""
         begin = time.monotonic()
         until = begin + self._settings.drain
+        logger.info("stopping: what was taken is answered first")
         self._app.state = State.DRAINING
         server.close()
         if grpc is not None:
@@ -272,6 +287,7 @@ def http_limits(settings: Settings) -> HttpLimits:
         read_s=settings.read_timeout,
         idle_s=settings.idle_timeout,
         connections=settings.max_connections,
+        held_bytes=max(HttpLimits().held_bytes, 4 * settings.max_body),
     )
 
 
@@ -286,6 +302,15 @@ def _tls(settings: Settings) -> ssl.SSLContext | None:
     except (OSError, ssl.SSLError) as error:
         raise PlanError(f"no certificate and key in {settings.tls_cert} and {settings.tls_key}: {error}") from error
     return context
+
+
+def _allow_connections() -> None:
+    """Each is a file, and shells allow few."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _is_local(host: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import NotRequired, TypedDict
+from urllib.parse import parse_qs
 
 import msgspec
 import numpy as np
@@ -95,7 +96,7 @@ def rerank(call: Call) -> None:
 
 
 def info(call: Call) -> None:
-    served = call.only()
+    served = call.only(parse_qs(call.exchange.query).get("model", [""])[0])
     about = served.bundle.manifest
     call.exchange.reply(
         Response.json(

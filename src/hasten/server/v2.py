@@ -100,8 +100,14 @@ def infer(call: Call) -> None:
     def done(answer: list[Output] | HastenError, measured: Measured | None) -> None:
         if isinstance(answer, HastenError):
             call.done(answer, measured)
+            return
+        try:
+            response = _respond(served.name, request, answer)
+        except Exception:
+            logger.exception("an answer could not be written")
+            call.done(StageError("the answer could not be written; the server's log says why"), measured)
         else:
-            call.done(_respond(served.name, request, answer), measured)
+            call.done(response, measured)
 
     call.exchange.on_close = start(served, Inference(_tensors(request.inputs, tail), outputs, request.parameters), done)
 

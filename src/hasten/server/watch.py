@@ -36,6 +36,6 @@ _LONGEST_ID = 128
 
 def request_id(given: str) -> str:
     """The client's own name for its request, where it is fit to be written in a log, or one of ours."""
-    if given and len(given) <= _LONGEST_ID and given.isascii() and given.isprintable():
+    if given and len(given) <= _LONGEST_ID and given.isascii() and given.isprintable() and " " not in given:
         return given
     return f"{_PROCESS}-{next(_numbers):x}"

@@ -69,7 +69,8 @@ class Target:
             status, content = answer.status, answer.read()
         except (OSError, http.client.HTTPException) as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise UnavailableError(f"{self} gives no answer: {why}", hint="is the server running there?") from error
+            shown = why if why.isprintable() else "it does not speak HTTP/1.1"
+            raise UnavailableError(f"{self} gives no answer: {shown}", hint="is the server running there?") from error
         finally:
             connection.close()
         if status not in (http.client.OK, _OVERLOADED):
