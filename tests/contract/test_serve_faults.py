@@ -345,6 +345,7 @@ def memory_bytes(server: Server) -> int:
     return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_memory_stays_as_it_is(classifier: Bundle) -> None:
     started = Server(str(classifier.path), "--threads", "1", "--no-grpc")

@@ -44,6 +44,7 @@ def test_it_is_openapi(server: Server) -> None:
     assert len({operation["operationId"] for operation in operations}) == len(operations) > 20
 
 
+@pytest.mark.slow
 def test_all_routes_answer_as_described(server: Server) -> None:
     from schemathesis import checks
 

@@ -57,6 +57,7 @@ def is_gone(process: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_a_supervisor_starts_it_again(obstinate_bundle: Bundle, tmp_path: Path, free_port: int) -> None:
     words = (str(obstinate_bundle.path), *QUIET, "--port", str(free_port), "--hang", "0.5s", "--supervise")
     with Running(tmp_path, *words, **obstinacy(obstinate_bundle, tmp_path)) as server:

@@ -103,7 +103,10 @@ def _look_up(
         provider = providers[module][0]
     if module not in providers:
         folders = [folder for folder, writers in providers.items() if _field(provider, "Name") in map(_name, writers)]
-        module = next((folder for folder in folders if not folder.startswith("_")), module)
+        # Of a namespace that packages share, each writes a part: opentelemetry-sdk is opentelemetry.sdk.
+        part = name.replace("-", "/")
+        shared = [part.replace("/", ".")] if f"\n{part}/" in f"\n{provider.read_text('RECORD')}" else []
+        module = next((folder for folder in (*folders, *shared) if not folder.startswith("_")), module)
     version = _field(provider, "Version")
     try:
         is_supported = fits.contains(version, prereleases=True)
