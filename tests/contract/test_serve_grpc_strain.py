@@ -19,6 +19,9 @@ from calling import SERVICE, TEXTS, channel, connected, grpc, one_text, refused,
 from hasten.bundle import Bundle
 from serving import Server
 
+# Each waits for threads, deadlines or thousands of calls.
+pytestmark = pytest.mark.slow
+
 # Waits for company for ten minutes, or until there are as many rows as a batch may have; and takes so many requests.
 HOLDING = ("--instances", "1", "--max-wait", "600000000", "--batch-tokens", "1000000")
 MOST = 200

@@ -124,6 +124,7 @@ def test_a_directory_of_bundles(classifier_bundle: Bundle, other_bundle: Bundle,
         assert sorted(entry["id"] for entry in listed) == ["classifier", "other"]
 
 
+@pytest.mark.slow
 def test_a_model_that_was_built_before_is_served_at_once(
     tiny_classifier: Any, quick_build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

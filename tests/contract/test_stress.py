@@ -148,6 +148,7 @@ def test_silence_is_given_up_and_what_is_no_http_is_broken() -> None:
     assert run.statuses == {BROKEN: 1}
 
 
+@pytest.mark.slow
 def test_the_highest_rate_of_a_server_of_known_capacity(capsys: pytest.CaptureFixture[str]) -> None:
     capacity = 150.0
     free_at = 0.0
@@ -252,6 +253,7 @@ def test_mistakes_are_told_in_a_line(
     assert len(errors) <= 2
 
 
+@pytest.mark.slow
 def test_our_own_server(
     tiny_classifier: Any, quick_build: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
