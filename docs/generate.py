@@ -9,7 +9,6 @@ import argparse
 import json
 import re
 import sys
-from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +29,7 @@ def command_line() -> str:
     """Tables rather than argparse's own help, which looks different in every version of Python."""
     lines = [NOTE, "# Command line"]
     for name, what in cli.COMMANDS.items():
-        parser = cli.parser_for(name, import_module(f"hasten.cli.{name}"))
+        parser = cli.parser_for(name, cli.module_of(name))
         places = [action for action in parser._actions if not action.option_strings]
         usage = " ".join(f"[{place.dest.upper()} …]" if place.nargs == "*" else place.dest.upper() for place in places)
         lines += ["", f"## hasten {name} {usage}".rstrip(), "", f"{what[0].upper()}{what[1:]}.", ""]

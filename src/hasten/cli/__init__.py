@@ -23,6 +23,9 @@ COMMANDS = {
     "serve": "answer texts over HTTP and gRPC, from one or several bundles",
     "stress": "put load on a server, and tell how it bears it",
     "verify": "prove again, here, that a bundle answers like the original",
+    "deploy tritonserver": "write a model repository for NVIDIA's tritonserver",
+    "deploy kubernetes": "write the manifests that run a bundle on Kubernetes",
+    "deploy kserve": "write the manifests that run a bundle on KServe",
     "bench": "time a bundle's variants on the full grid of shapes",
     "inspect": "show what a bundle holds, what was fused in its graph and what was not",
     "doctor": "say what works on this machine, and what does not and why",
@@ -59,13 +62,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if not words or words[0].startswith("-"):
         return _top_level(words)
-    name, rest = words[0], words[1:]
+    # Some commands are two words: what to do, and for whom.
+    length = 2 if any(name.startswith(f"{words[0]} ") for name in COMMANDS) else 1
+    if words[length - 1 :][:1] in ([], ["--help"], ["-h"]):
+        return _top_level(["--help"])
+    name, rest = " ".join(words[:length]), words[length:]
     if name not in COMMANDS:
         print(f"error: unknown command '{name}'{did_you_mean(name, COMMANDS)}\n  hint: hasten --help", file=sys.stderr)
         return 2
-    command: Command = import_module(f"hasten.cli.{name}")
+    command = module_of(name)
     # Intermixed: texts may come behind options.
     return _run(command, parser_for(name, command).parse_intermixed_args(rest))
+
+
+def module_of(name: str) -> Command:
+    """The file of a command: `deploy kserve` is deploy_kserve.py."""
+    command: Command = import_module(f"hasten.cli.{name.replace(' ', '_')}")
+    return command
 
 
 def parser_for(name: str, command: Command) -> argparse.ArgumentParser:
@@ -80,7 +93,7 @@ def _top_level(words: Sequence[str]) -> int:
     parser = _Parser(
         prog="hasten",
         description="Make a Hugging Face transformer fast, prove that it still answers the same, and serve it.",
-        epilog="commands:\n" + "\n".join(f"  {name:<8} {what}" for name, what in COMMANDS.items()),
+        epilog="commands:\n" + "\n".join(f"  {name:<19} {what}" for name, what in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="hasten COMMAND … (hasten COMMAND --help tells more)",
         allow_abbrev=False,

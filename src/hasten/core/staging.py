@@ -1,0 +1,82 @@
+"""A directory that appears whole or not at all: written into a hidden sibling, then renamed into place."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from hasten.core.errors import PlanError, translate_os_errors
+
+_ELSEWHERE = "choose another place with -o"
+
+
+def check_target(target: Path, *, force: bool, what: str, is_ours: Callable[[Path], bool]) -> None:
+    """Before any work: whether it can be written there, without ever deleting what we did not write."""
+    try:
+        _check_free(target, force=force, what=what, is_ours=is_ours)
+        above = next(parent for parent in target.absolute().parents if parent.exists())
+        if not above.is_dir():
+            raise PlanError(f"{above} is a file", hint=_ELSEWHERE)
+        # Tried, since nothing else tells for sure: it is written beside its place, at the end of minutes of work.
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=above):
+            pass
+    except OSError as error:
+        raise PlanError(f"{target} cannot be written: {error.strerror}", hint=_ELSEWHERE) from error
+
+
+def _check_free(target: Path, *, force: bool, what: str, is_ours: Callable[[Path], bool]) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise PlanError(f"{target} is a file", hint=_ELSEWHERE)
+    if not any(target.iterdir()):
+        return
+    if not is_ours(target):
+        raise PlanError(f"{target} is not empty and holds no {what}", hint=_ELSEWHERE)
+    if not force:
+        raise PlanError(f"{target} already holds a {what}", hint="--force replaces it")
+
+
+class Staging:
+    """A context: leaving it without `commit` removes everything. `path` is where to write meanwhile."""
+
+    path: Path
+
+    def __init__(self, target: Path, check: Callable[[Path], None]) -> None:
+        self.target = target.absolute()
+        self._check = check
+
+    def __enter__(self) -> Self:
+        with translate_os_errors(f"making a directory beside {self.target}"):
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self.path = Path(tempfile.mkdtemp(prefix=f".{self.target.name}-", dir=self.target.parent))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def commit(self) -> None:
+        """Move into place, replacing an older one in two renames."""
+        with translate_os_errors(f"writing {self.target}"):
+            self.path.chmod(0o755)
+            # Asked again: something else may have appeared there meanwhile.
+            self._check(self.target)
+            old = self.target.with_name(f"{self.path.name}-old")
+            is_replacing = self.target.exists()
+            if is_replacing:
+                self.target.rename(old)
+            try:
+                self.path.rename(self.target)
+            except BaseException:
+                if is_replacing:
+                    old.rename(self.target)
+                raise
+            if old.is_symlink():
+                old.unlink()
+            shutil.rmtree(old, ignore_errors=True)
