@@ -76,6 +76,7 @@ class Asgi:
         gone.cancel()
         if answer.done():
             await _send(send, answer.result(), exchange.id, has_body=scope["method"] != "HEAD")
+            exchange.was_sent(answer.result())
         else:
             exchange.leave()
 

@@ -257,10 +257,12 @@ class Connection(asyncio.Protocol):
             return
         self._owner.held_bytes -= len(exchange.body)
         if self._transport.is_closing():
+            exchange.was_sent(response)
             return
         is_ending = self._is_deaf or self._owner.is_draining
         is_last = not self._is_kept or (is_ending and not self._waiting and self._refusal is None)
         self._transport.write(to_bytes(response, not is_last, has_body=exchange.method != "HEAD", request=exchange.id))
+        exchange.was_sent(response)
         if not is_last:
             self._next()
         elif self._is_deaf and not self._has_ended:

@@ -102,21 +102,16 @@ class Exchange:
             # It leads to the request and from there back here: a circle, for the garbage collector alone to find.
             self.on_close = None
             self.send(response)
-            if self.watch is not None:
-                self.watch(self._seen(response))
 
     def fail(self, error: HastenError) -> None:
         self.reply(failure(error, self.tell))
 
     def leave(self) -> None:
-        """The client has gone."""
-        on_close = self.on_close
-        if not self.is_closed:
-            self.is_closed = True
-            if on_close is not None:
-                on_close()
-            if self.watch is not None:
-                self.watch(self._seen(Response(_GONE, b"")))
+        """The client has gone before it was sent its answer."""
+        on_close, was_answered, self.is_closed = self.on_close, self.is_closed, True
+        if on_close is not None and not was_answered:
+            on_close()
+        self.was_sent(Response(_GONE, b""))
 
     def content(self) -> bytes:
         """The body as it was before it was compressed."""
@@ -125,6 +120,11 @@ class Exchange:
 
     def read_json(self, kind: type[Body]) -> Body:
         return read_json(self.content(), kind)
+
+    def was_sent(self, response: Response) -> None:
+        """Whoever sends calls it when that is done: nobody waits for what is recorded."""
+        if self.watch is not None:
+            self.watch(self._seen(response))
 
     def _seen(self, response: Response) -> Seen:
         seconds = time.monotonic() - self.begin
