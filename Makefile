@@ -12,10 +12,10 @@ demo: $(VENV)/.demo ## build, verify and benchmark a real model, then answer a q
 	$(BIN)/hasten run demo-bundle "How do I reset my password?" "I forgot my login, help!" "The weather is lovely today."
 
 test: $(VENV)/.dev ## the tests that run everywhere
-	$(BIN)/python -m pytest tests/unit tests/contract
+	$(BIN)/python -m pytest tests/unit tests/contract tests/kernels
 
 e2e: $(VENV)/.dev ## slow: real weights, real processes, torch.compile
-	$(BIN)/python -m pytest tests/e2e tests/contract -m "e2e or slow" --slow
+	$(BIN)/python -m pytest tests/e2e tests/contract tests/kernels -m "e2e or slow" --slow
 
 check: $(VENV)/.dev ## style, types, layers, generated docs
 	$(BIN)/ruff format --check .

@@ -1,0 +1,135 @@
+"""Attention of every token to the tokens of its own sequence, all sequences in one launch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+def reference(qkv: Any, starts: Any, heads: int, bias: Any | None = None) -> Any:
+    """`bias` (heads, distances) is added by how far apart two tokens are, at distances // 2 for none."""
+    tokens, width = qkv.shape[0], qkv.shape[1] // 3
+    out = torch.empty((tokens, width), dtype=torch.float32, device=qkv.device)
+    bounds = starts.tolist()
+    for first, last in pairwise(bounds):
+        q, k, v = (
+            part.reshape(last - first, heads, -1).transpose(0, 1).float() for part in qkv[first:last].split(width, 1)
+        )
+        scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
+        if bias is not None:
+            place = torch.arange(last - first, device=qkv.device)
+            scores = scores + bias.float()[:, place[None, :] - place[:, None] + bias.shape[1] // 2]
+        out[first:last] = (scores.softmax(-1) @ v).transpose(0, 1).reshape(last - first, width)
+    return out
+
+
+def tiles(lengths: Any, rows: int) -> Any:
+    """Which tokens a program asks for, as (first of its own, first and end of their sequence): no program is idle."""
+    import numpy as np
+
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    counts = -(-np.asarray(lengths) // rows)
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack([starts[sequence] + within * rows, starts[sequence], ends[sequence]], axis=1).astype(np.int32)
+
+
+def attention(
+    qkv: Any,
+    work: Any,
+    heads: int,
+    bias: Any | None = None,
+    out: Any | None = None,
+    *,
+    rows: int = 64,
+    keys: int = 64,
+    warps: int = 4,
+    stages: int = 2,
+) -> Any:
+    """qkv (tokens, 3 × width) as one product gives it; `work` from `tiles` with the same `rows`."""
+    tokens, width = qkv.shape[0], qkv.shape[1] // 3
+    if out is None:
+        out = torch.empty((tokens, width), dtype=qkv.dtype, device=qkv.device)
+    size = width // heads
+    _attention[(work.shape[0], heads)](
+        qkv,
+        work,
+        bias if bias is not None else qkv,
+        out,
+        size**-0.5,
+        width,
+        bias.shape[1] if bias is not None else 0,
+        has_bias=bias is not None,
+        size=size,
+        block=triton.next_power_of_2(size),
+        rows=rows,
+        keys=keys,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return out
+
+
+@triton.jit
+def _attention(
+    qkv,
+    work,
+    bias,
+    out,
+    scale,
+    width,
+    distances,
+    has_bias: tl.constexpr,
+    size: tl.constexpr,
+    block: tl.constexpr,
+    rows: tl.constexpr,
+    keys: tl.constexpr,
+):
+    tile, head = tl.program_id(0), tl.program_id(1)
+    own = tl.load(work + 3 * tile)
+    first = tl.load(work + 3 * tile + 1)
+    end = tl.load(work + 3 * tile + 2)
+    row = own + tl.arange(0, rows)
+    channel = tl.arange(0, block)
+    is_channel = channel < size
+    stride = 3 * width
+    here = head * size + channel
+    is_row = (row < end)[:, None] & is_channel[None, :]
+    q = tl.load(qkv + row[:, None] * stride + here[None, :], mask=is_row, other=0.0)
+    # In powers of two, which is what the hardware has an instruction for.
+    factor = scale * 1.4426950408889634
+    largest = tl.full((rows,), -float("inf"), tl.float32)
+    total = tl.zeros((rows,), tl.float32)
+    mixed = tl.zeros((rows, block), tl.float32)
+    for start in range(first, end, keys):
+        key = start + tl.arange(0, keys)
+        is_key = key < end
+        k = tl.load(
+            qkv + width + key[None, :] * stride + here[:, None], mask=is_key[None, :] & is_channel[:, None], other=0.0
+        )
+        scores = tl.dot(q, k) * factor
+        if has_bias:
+            apart = key[None, :] - row[:, None] + distances // 2
+            is_near = (apart >= 0) & (apart < distances)
+            scores += (
+                tl.load(bias + head * distances + apart, mask=is_near, other=0.0).to(tl.float32) * 1.4426950408889634
+            )
+        scores = tl.where(is_key[None, :], scores, -float("inf"))
+        new = tl.maximum(largest, tl.max(scores, 1))
+        weight = tl.math.exp2(scores - new[:, None])
+        shrink = tl.math.exp2(largest - new)
+        v = tl.load(
+            qkv + 2 * width + key[:, None] * stride + here[None, :],
+            mask=is_key[:, None] & is_channel[None, :],
+            other=0.0,
+        )
+        mixed = tl.dot(weight.to(v.dtype), v, mixed * shrink[:, None])
+        total = total * shrink + tl.sum(weight, 1)
+        largest = new
+    at = out + row[:, None] * width + here[None, :]
+    tl.store(at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=is_row)

@@ -1,0 +1,70 @@
+"""For few tokens: the product back to the model's width, in slices of its depth, added to a sum that was started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from hasten.kernels.dependent import launching, let_next_start, wait_for_previous
+
+
+def reference(x: Any, weight: Any, total: Any) -> Any:
+    return total + x.float() @ weight.float().T
+
+
+def contract(
+    x: Any,
+    weight: Any,
+    total: Any,
+    *,
+    rows: int = 16,
+    columns: int = 64,
+    depth: int = 512,
+    warps: int = 4,
+    is_dependent: bool = False,
+) -> None:
+    """total (tokens, width) in fp32 += x · weightᵀ; `columns` and `depth` must divide the weight's sides."""
+    tokens, inner = x.shape
+    width = weight.shape[0]
+    _contract[(width // columns, inner // depth, triton.cdiv(tokens, rows))](
+        x,
+        weight,
+        total,
+        tokens,
+        inner,
+        width,
+        rows=rows,
+        columns=columns,
+        depth=depth,
+        is_dependent=is_dependent,
+        num_warps=warps,
+        **launching(is_dependent),
+    )
+
+
+@triton.jit
+def _contract(
+    x,
+    weight,
+    total,
+    tokens,
+    inner,
+    width,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    depth: tl.constexpr,
+    is_dependent: tl.constexpr,
+):
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    k = tl.program_id(1) * depth + tl.arange(0, depth)
+    weights = tl.load(weight + column[None, :] * inner + k[:, None])
+    if is_dependent:
+        let_next_start()
+        wait_for_previous()
+    row = tl.program_id(2) * rows + tl.arange(0, rows)
+    is_row = (row < tokens)[:, None]
+    values = tl.load(x + row[:, None] * inner + k[None, :], mask=is_row, other=0.0)
+    part = tl.dot(values, weights)
+    tl.atomic_add(total + row[:, None] * width + column[None, :], part, mask=is_row, sem="relaxed")

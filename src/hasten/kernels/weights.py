@@ -1,0 +1,203 @@
+"""From a transformers module to an encoder's weights, by the names of its parameters alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hasten.core.errors import UnsupportedError
+from hasten.kernels.activation import EXACT, TANH
+from hasten.kernels.encoder import Geometry
+
+# Of MPNet's bias: as far apart as tokens may be.
+_FARTHEST = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Where a family keeps what all have. `layer` holds a layer, with a place for its number unless all share one."""
+
+    layer: str = "encoder.layer.{}"
+    qkv: tuple[str, str, str] = ("attention.self.query", "attention.self.key", "attention.self.value")
+    out: str = "attention.output.dense"
+    middle: str = "attention.output.LayerNorm"
+    up: str = "intermediate.dense"
+    down: str = "output.dense"
+    end: str = "output.LayerNorm"
+    project: str = ""
+    distances: str = ""
+    # What leads from the first token to the scores, names of layers and of activations, for text classification.
+    scores: tuple[str, ...] = ("classifier.dense", "tanh", "classifier.out_proj")
+    # RoBERTa and its kin count places from behind the padding token.
+    counts_from_padding: bool = False
+    names: Mapping[str, str] | None = None  # of the configuration's fields, where they are its own
+
+
+_BERT = Architecture(scores=("{base}.pooler.dense", "tanh", "classifier"))
+_ROBERTA = Architecture(counts_from_padding=True)
+ARCHITECTURES = {
+    "bert": _BERT,
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "camembert": _ROBERTA,
+    "electra": Architecture(project="embeddings_project", scores=("classifier.dense", "gelu", "classifier.out_proj")),
+    "distilbert": Architecture(
+        layer="transformer.layer.{}",
+        qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+        out="attention.out_lin",
+        middle="sa_layer_norm",
+        up="ffn.lin1",
+        down="ffn.lin2",
+        end="output_layer_norm",
+        scores=("pre_classifier", "relu", "classifier"),
+        names={
+            "hidden_size": "dim",
+            "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+            "intermediate_size": "hidden_dim",
+            "hidden_act": "activation",
+        },
+    ),
+    "mpnet": Architecture(
+        qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+        out="attention.attn.o",
+        middle="attention.LayerNorm",
+        distances="encoder.relative_attention_bias",
+        counts_from_padding=True,
+    ),
+    "albert": Architecture(
+        layer="encoder.albert_layer_groups.0.albert_layers.0",
+        qkv=("attention.query", "attention.key", "attention.value"),
+        out="attention.dense",
+        middle="attention.LayerNorm",
+        up="ffn",
+        down="ffn_output",
+        end="full_layer_layer_norm",
+        project="encoder.embedding_hidden_mapping_in",
+        scores=("{base}.pooler", "tanh", "classifier"),
+    ),
+}
+_ACTIVATIONS = {"gelu": EXACT, "gelu_new": TANH, "gelu_pytorch_tanh": TANH, "gelu_fast": TANH}
+# What a model of a class does with every token, by how the class's name ends.
+_PER_TOKEN = {"ForTokenClassification": ("classifier",), "ForQuestionAnswering": ("qa_outputs",)}
+_PER_ROW = "ForSequenceClassification"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An encoder, and the layers and activations behind it, by the names their weights have here."""
+
+    geometry: Geometry
+    weights: dict[str, Any]
+    head: tuple[str, ...]
+
+
+def read(model: Any) -> Reading:
+    """Of a transformers model; refused with the reason where it is not one we know to the last layer."""
+    config = model.config
+    family = ARCHITECTURES.get(config.model_type)
+    if family is None:
+        known = ", ".join(ARCHITECTURES)
+        raise UnsupportedError(f"'{config.model_type}' is no architecture of the fused backend", hint=f"known: {known}")
+    base = getattr(model, model.base_model_prefix, model)
+    state = base.state_dict()
+    geometry = _geometry(config, family)
+    weights = _embeddings(state, family)
+    for place in range(1 if geometry.is_shared else geometry.layers):
+        weights |= _layer(state, family, place)
+    if family.distances:
+        weights["distances"] = _distances(state[f"{family.distances}.weight"])
+    head = _head(type(model).__name__, family, model.base_model_prefix) if base is not model else ()
+    whole = model.state_dict()
+    for name in head:
+        if f"{name}.weight" in whole:
+            weights |= {f"head.{name}.{part}": whole[f"{name}.{part}"] for part in ("weight", "bias")}
+    return Reading(geometry, {name: tensor.contiguous() for name, tensor in weights.items()}, head)
+
+
+def _geometry(config: Any, family: Architecture) -> Geometry:
+    own = family.names or {}
+
+    def of(name: str) -> Any:
+        return getattr(config, own.get(name, name))
+
+    activation = of("hidden_act")
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedError(f"'{activation}' is no activation of the fused backend")
+    kind = getattr(config, "position_embedding_type", "absolute")
+    if kind not in (None, "absolute"):
+        raise UnsupportedError(f"position embeddings of the kind '{kind}' are not in the fused backend")
+    if getattr(config, "num_hidden_groups", 1) != 1 or getattr(config, "inner_group_num", 1) != 1:
+        raise UnsupportedError("groups of different layers are not in the fused backend")
+    return Geometry(
+        layers=of("num_hidden_layers"),
+        width=of("hidden_size"),
+        heads=of("num_attention_heads"),
+        inner=of("intermediate_size"),
+        eps=float(getattr(config, "layer_norm_eps", 1e-12)),
+        activation=_ACTIVATIONS[activation],
+        first_place=config.pad_token_id + 1 if family.counts_from_padding else 0,
+        is_shared="{}" not in family.layer,
+    )
+
+
+def _embeddings(state: Mapping[str, Any], family: Architecture) -> dict[str, Any]:
+    found = {
+        "words": state["embeddings.word_embeddings.weight"],
+        "places": state["embeddings.position_embeddings.weight"],
+        "norm.scale": state["embeddings.LayerNorm.weight"],
+        "norm.shift": state["embeddings.LayerNorm.bias"],
+    }
+    if "embeddings.token_type_embeddings.weight" in state:
+        found["kinds"] = state["embeddings.token_type_embeddings.weight"]
+    if family.project and f"{family.project}.weight" in state:
+        found |= {f"project.{part}": state[f"{family.project}.{part}"] for part in ("weight", "bias")}
+    return found
+
+
+def _layer(state: Mapping[str, Any], family: Architecture, place: int) -> dict[str, Any]:
+    import torch
+
+    prefix = family.layer.format(place)
+    found = {
+        f"{place}.qkv.{part}": torch.cat([state[f"{prefix}.{name}.{part}"] for name in family.qkv])
+        for part in ("weight", "bias")
+    }
+    for ours, theirs in (("out", family.out), ("up", family.up), ("down", family.down)):
+        found |= {f"{place}.{ours}.{part}": state[f"{prefix}.{theirs}.{part}"] for part in ("weight", "bias")}
+    for ours, theirs in (("middle", family.middle), ("end", family.end)):
+        found[f"{place}.{ours}.scale"] = state[f"{prefix}.{theirs}.weight"]
+        found[f"{place}.{ours}.shift"] = state[f"{prefix}.{theirs}.bias"]
+    return found
+
+
+def _distances(table: Any) -> Any:
+    """MPNet's buckets (buckets, heads) spread out: (heads, distances), none in the middle."""
+    import torch
+
+    buckets = table.shape[0] // 2
+    apart = -torch.arange(-_FARTHEST, _FARTHEST + 1)
+    side = (apart < 0).long() * buckets
+    near = apart.abs()
+    exact = buckets // 2
+    far = torch.log(near.float().clamp(min=1) / exact) / torch.log(torch.tensor(128 / exact)) * (buckets - exact)
+    place = torch.where(near < exact, near, (exact + far.long()).clamp(max=buckets - 1))
+    return table[side + place].T
+
+
+def _head(kind: str, family: Architecture, base: str) -> tuple[str, ...]:
+    for ending, steps in _PER_TOKEN.items():
+        if kind.endswith(ending):
+            return steps
+    if kind.endswith(_PER_ROW):
+        return tuple(step.format(base=base) for step in family.scores)
+    raise UnsupportedError(f"the head of {kind} is not in the fused backend")
+
+
+def cast(reading: Reading, dtype: Any) -> Reading:
+    """The encoder in another precision; its head, which is small and decides, stays as it is."""
+    weights = {
+        name: tensor if name.startswith("head.") else tensor.to(dtype) for name, tensor in reading.weights.items()
+    }
+    return replace(reading, weights=weights)

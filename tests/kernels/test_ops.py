@@ -1,0 +1,132 @@
+"""Every kernel against the plain PyTorch beside it, at awkward sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hasten.kernels import activation, attend, attention, contract, embed, expand, norm, pool
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# What rounding each precision allows, relative to the whole.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3} if DEVICE == "cpu" else {torch.float16: 2e-3}
+TOKENS = [1, 17, 129]
+MIXED = [[1], [17], [40, 1, 3, 70]]
+dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
+tokens = pytest.mark.parametrize("count", TOKENS)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def check(found: Any, expected: Any, dtype: torch.dtype) -> None:
+    error = ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+    assert error <= TOLERANCE[dtype]  # which no NaN is
+
+
+def starts_of(lengths: list[int]) -> Any:
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
+
+
+def sequence_of(lengths: list[int]) -> Any:
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int().to(DEVICE)
+
+
+@dtypes
+@tokens
+def test_norm_with_and_without_what_is_added(count: int, dtype: torch.dtype) -> None:
+    x, residual = draw(count, 96, dtype=dtype), draw(count, 96, dtype=dtype)
+    scale, shift, bias = (draw(96, dtype=dtype) for _ in range(3))
+    check(norm.layer_norm(x, scale, shift, 1e-5), norm.reference(x, scale, shift, 1e-5), dtype)
+    whole = (x, scale, shift, 1e-5, bias, residual)
+    check(norm.layer_norm(*whole), norm.reference(*whole), dtype)
+
+
+@dtypes
+@tokens
+@pytest.mark.parametrize("kind", [activation.EXACT, activation.TANH])
+def test_gelu_in_place(kind: str, count: int, dtype: torch.dtype) -> None:
+    x, bias = draw(count, 96, dtype=dtype) * 3, draw(96, dtype=dtype)
+    expected = activation.reference(x, bias, kind)
+    assert activation.bias_gelu(x, bias, kind) is x
+    check(x, expected, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("has_kinds", [True, False])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_embeddings(has_norm: bool, has_kinds: bool, dtype: torch.dtype) -> None:
+    ids, places, kinds = (torch.randint(0, most, (17,), dtype=torch.int32, device=DEVICE) for most in (50, 20, 2))
+    tables = [draw(most, 96, dtype=dtype) for most in (50, 20, 2)]
+    chosen = (*tables[:2], tables[2] if has_kinds else None)
+    how = (draw(96, dtype=dtype), draw(96, dtype=dtype), 1e-5) if has_norm else None
+    check(embed.embed(ids, places, kinds, *chosen, how), embed.reference(ids, places, kinds, *chosen, how), dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("lengths", MIXED, ids=str)
+@pytest.mark.parametrize("size", [32, 26])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_attention_over_mixed_lengths(has_bias: bool, size: int, lengths: list[int], dtype: torch.dtype) -> None:
+    heads = 3
+    qkv = draw(sum(lengths), 3 * heads * size, dtype=dtype)
+    bias = draw(heads, 301, dtype=dtype) if has_bias else None
+    work = torch.from_numpy(attention.tiles(np.array(lengths), 32)).to(DEVICE)
+    found = attention.attention(qkv, work, heads, bias, rows=32, keys=32)
+    check(found, attention.reference(qkv, starts_of(lengths), heads, bias), dtype)
+
+
+def test_tiles_cover_every_token_once() -> None:
+    lengths = np.array([1, 64, 65, 200])
+    ends = np.cumsum(lengths)
+    covered = [np.arange(own, min(own + 64, end)) for own, _, end in attention.tiles(lengths, 64)]
+    assert np.array_equal(np.sort(np.concatenate(covered)), np.arange(ends[-1]))
+
+
+@dtypes
+@tokens
+@pytest.mark.parametrize("kind", [None, activation.EXACT, activation.TANH])
+def test_expansion_and_the_start_of_the_next_sum(kind: str | None, count: int, dtype: torch.dtype) -> None:
+    total, weight = draw(count, 96), draw(128, 96, dtype=dtype) * 0.1
+    scale, shift, next_bias = (draw(96, dtype=dtype) for _ in range(3))
+    bias = draw(128, dtype=dtype)
+    out, started = torch.full((count, 128), torch.nan).to(DEVICE, dtype), torch.full((count, 96), torch.nan).to(DEVICE)
+    given = (total, scale, shift, 1e-5, weight, bias, next_bias)
+    expand.expand(*given, out, started, kind, columns=32, warps=4)
+    expected = expand.reference(*given, kind)
+    check(out, expected[0], dtype)
+    check(started, expected[1], torch.float32 if torch.float32 in TOLERANCE else dtype)
+
+
+@dtypes
+@tokens
+def test_contraction_adds_to_what_is_there(count: int, dtype: torch.dtype) -> None:
+    x, weight, total = draw(count, 128, dtype=dtype), draw(96, 128, dtype=dtype) * 0.1, draw(count, 96)
+    expected = contract.reference(x, weight, total)
+    contract.contract(x, weight, total, columns=32, depth=64)
+    check(total, expected, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("lengths", [[1], [17], [5, 9, 3]], ids=str)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_attention_of_few_with_its_product(has_bias: bool, lengths: list[int], dtype: torch.dtype) -> None:
+    heads, width = 3, 96
+    count = sum(lengths)
+    qkv, weight, total = draw(count, 3 * width, dtype=dtype), draw(width, width, dtype=dtype) * 0.1, draw(count, width)
+    bias = draw(heads, 301, dtype=dtype) if has_bias else None
+    expected = attend.reference(qkv, sequence_of(lengths), weight, total, heads, bias)
+    attend.attend(qkv, sequence_of(lengths), weight, total, heads, bias, columns=64)
+    check(total, expected, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("kind", [pool.MEAN, pool.MAX, pool.SQRT, pool.WEIGHTED])
+@pytest.mark.parametrize("lengths", MIXED, ids=str)
+def test_pooling(lengths: list[int], kind: str, dtype: torch.dtype) -> None:
+    x = draw(sum(lengths), 96, dtype=dtype)
+    check(pool.pool(x, starts_of(lengths), kind), pool.reference(x, starts_of(lengths), kind), dtype)
