@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hasten.kernels import activation, attend, attention, contract, embed, expand, norm, pool
+from hasten.kernels import activation, attend, attention, contract, embed, expand, head, norm, pool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # What rounding each precision allows, relative to the whole.
@@ -130,3 +130,12 @@ def test_attention_of_few_with_its_product(has_bias: bool, lengths: list[int], d
 def test_pooling(lengths: list[int], kind: str, dtype: torch.dtype) -> None:
     x = draw(sum(lengths), 96, dtype=dtype)
     check(pool.pool(x, starts_of(lengths), kind), pool.reference(x, starts_of(lengths), kind), dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("activation", ["", "tanh", "relu", "gelu"])
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_layer_behind_the_encoder(has_rows: bool, activation: str, dtype: torch.dtype) -> None:
+    x, weight, bias = draw(17, 96, dtype=dtype), draw(3, 96), draw(3)
+    rows = torch.tensor([0, 5, 16, 17], dtype=torch.int32, device=DEVICE) if has_rows else None
+    check(head.dense(x, rows, weight, bias, activation), head.reference(x, rows, weight, bias, activation), dtype)

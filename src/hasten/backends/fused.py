@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -43,6 +44,7 @@ _HOPPER = (9, 0)
 # Tokens that run at once; more are run one part after the other.
 _MOST_TOKENS = 16384
 _SMALLEST = 16
+_MOST_GRAPHS = 256
 _CLS, _LAST = "cls", "lasttoken"
 
 
@@ -157,10 +159,11 @@ class FusedSession:
 
         from hasten.kernels.encoder import Encoder
 
-        self._about, self._weights, self._device = about, weights, device
+        self._about, self._weights = about, weights
         self._encoder: Encoder = Encoder(about.geometry, weights, is_dependent=is_dependent)
+        # The one that was used last is last.
         self._graphs: dict[Bucket, _Graph] = {}
-        self._pool: Any = None
+        self._device = _Device() if device == CUDA else None
         names = {torch.float16: Precision.FP16, torch.bfloat16: Precision.BF16, torch.float32: Precision.FP32}
         precision = names[weights["words"].dtype].value
         self.spec = SessionSpec(artifact.signature, Layout.PACKED, artifact.variant.device, precision)
@@ -189,11 +192,23 @@ class FusedSession:
     def _run(self, batch: Batch) -> dict[str, Any]:
         bucket = Bucket.of(batch)
         packed = pack(batch, bucket, self._about.geometry.first_place)
-        if bucket not in self._graphs:
-            self._graphs[bucket] = _Graph(self._compute, bucket, self._device, self._pool)
-            self._pool = self._graphs[bucket].pool
-        results = self._graphs[bucket](packed)
+        results = self._interpret(packed, bucket) if self._device is None else self._graph(bucket)(packed)
         return _named(results, batch, self.spec.signature)
+
+    def _graph(self, bucket: Bucket) -> _Graph:
+        """Those that were not used for long make room: each holds some of the driver's memory."""
+        assert self._device is not None
+        graph = self._graphs.pop(bucket, None) or _Graph(self._compute, bucket, self._device)
+        self._graphs[bucket] = graph
+        if len(self._graphs) > _MOST_GRAPHS:
+            self._graphs.pop(next(iter(self._graphs)))
+        return graph
+
+    def _interpret(self, packed: IntArray, bucket: Bucket) -> Any:
+        import torch
+
+        with torch.inference_mode():
+            return self._compute(torch.from_numpy(packed), bucket).numpy()
 
     def _compute(self, whole: Any, bucket: Bucket) -> Any:
         """From the packed batch to what the task reads: scores or vectors, of rows or of tokens."""
@@ -202,33 +217,32 @@ class FusedSession:
         batch, starts = unpack(whole, bucket)
         is_few = bucket.tokens <= FEW and self._encoder.takes_few()
         hidden = self._encoder.few(batch) if is_few else self._encoder.many(batch)
-        return self._head(self._rows(hidden, starts))
+        return self._pooled(hidden, starts) if self._about.pooling else self._scored(hidden, starts)
 
-    def _rows(self, hidden: Any, starts: Any) -> Any:
+    def _pooled(self, hidden: Any, starts: Any) -> Any:
         import torch
 
         from hasten.kernels.pool import pool
 
-        if self.spec.signature.outputs[0].is_per_token:
-            return hidden.float()
-        if not self._about.pooling:
-            return hidden[starts[:-1].long()].float()
-        rows = {_CLS: lambda: starts[:-1], _LAST: lambda: (starts[1:] - 1).clamp(min=0)}
-        return torch.cat(
-            [hidden[rows[kind]().long()].float() if kind in rows else pool(hidden, starts, kind)
-             for kind in self._about.pooling], dim=1
-        )  # fmt: skip
+        # A sequence that the bucket has room for, and the batch does not have, begins behind the last token.
+        rows = {_CLS: starts[:-1].clamp(max=hidden.shape[0] - 1), _LAST: (starts[1:] - 1).clamp(min=0)}
+        kinds = self._about.pooling
+        vectors = [hidden[rows[kind]].float() if kind in rows else pool(hidden, starts, kind) for kind in kinds]
+        joined = torch.cat(vectors, dim=1) if len(vectors) > 1 else vectors[0]
+        return torch.nn.functional.normalize(joined, dim=-1) if self._about.normalize else joined
 
-    def _head(self, x: Any) -> Any:
-        import torch
+    def _scored(self, hidden: Any, starts: Any) -> Any:
+        from hasten.kernels.head import dense
 
-        for step in self._about.head:
+        x, rows = hidden, None if self.spec.signature.outputs[0].is_per_token else starts[:-1]
+        steps = [*self._about.head, ""]
+        for step, following in pairwise(steps):
             weight = self._weights.get(f"head.{step}.weight")
-            if weight is None:
-                x = getattr(torch.nn.functional, step)(x) if step != "tanh" else torch.tanh(x)
-            else:
-                x = torch.nn.functional.linear(x, weight, self._weights[f"head.{step}.bias"])
-        return torch.nn.functional.normalize(x, dim=-1) if self._about.normalize else x
+            if weight is not None:
+                # What follows a layer is its activation, or another layer, which names none.
+                activation = "" if f"head.{following}.weight" in self._weights else following
+                x, rows = dense(x, rows, weight, self._weights[f"head.{step}.bias"], activation), None
+        return x
 
 
 def _parts(lengths: IntArray) -> list[IntArray]:
@@ -289,44 +303,46 @@ def _sizes(bucket: Bucket) -> list[int]:
     return [bucket.tokens] * 4 + [bucket.sequences + 1, 3 * tiles]
 
 
+class _Device:
+    """What the buckets of a session share: a stream, with the libraries' workspaces, and memory."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.stream = torch.cuda.Stream()
+        self.pool: Any = None
+
+
 class _Graph:
     """One bucket: a place for the batch on both sides, what is computed from it, and a place for what comes back."""
 
-    def __init__(self, compute: Callable[[Any, Bucket], Any], bucket: Bucket, device: str, pool: Any) -> None:
+    def __init__(self, compute: Callable[[Any, Bucket], Any], bucket: Bucket, device: _Device) -> None:
         import torch
 
-        self._compute, self._bucket = compute, bucket
-        self._graph: Any = None
-        self.pool = pool
-        if device != CUDA:
-            return
-        self._here = torch.zeros(sum(_sizes(bucket)), dtype=torch.int32, pin_memory=True)
-        there = torch.zeros_like(self._here, device=device)
-        side = torch.cuda.Stream()
-        with torch.inference_mode(), torch.cuda.stream(side):
+        here = torch.zeros(sum(_sizes(bucket)), dtype=torch.int32, pin_memory=True)
+        there = torch.zeros_like(here, device=CUDA)
+        with torch.inference_mode(), torch.cuda.stream(device.stream):
             # Kernels are compiled and libraries make their workspaces, which no graph may hold.
             for _ in range(2):
                 result = compute(there, bucket)
-            side.synchronize()
-            self._back = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+            device.stream.synchronize()
+            back = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, pool=pool, stream=side):
-                there.copy_(self._here, non_blocking=True)
-                self._back.copy_(compute(there, bucket), non_blocking=True)
-        self.pool = self._graph.pool()
-        self._there, self._stream = there, side
+            with torch.cuda.graph(self._graph, pool=device.pool, stream=device.stream):
+                there.copy_(here, non_blocking=True)
+                back.copy_(compute(there, bucket), non_blocking=True)
+        device.pool = self._graph.pool()
+        self._stream, self._there = device.stream, there
+        self._here, self._back = here.numpy(), back.numpy()
 
     def __call__(self, packed: IntArray) -> Any:
         import torch
 
-        if self._graph is None:
-            with torch.inference_mode():
-                return self._compute(torch.from_numpy(packed), self._bucket).numpy()
-        self._here.numpy()[:] = packed
+        self._here[:] = packed
         with torch.cuda.stream(self._stream):
             self._graph.replay()
         self._stream.synchronize()
-        return self._back.numpy()
+        return self._back
 
 
 BACKEND = Fused()

@@ -49,7 +49,7 @@ def attention(
     rows: int = 64,
     keys: int = 64,
     warps: int = 4,
-    stages: int = 2,
+    stages: int = 3,
 ) -> Any:
     """qkv (tokens, 3 × width) as one product gives it; `work` from `tiles` with the same `rows`."""
     tokens, width = qkv.shape[0], qkv.shape[1] // 3
