@@ -212,10 +212,8 @@ class FusedSession:
 
     def _compute(self, whole: Any, bucket: Bucket) -> Any:
         """From the packed batch to what the task reads: scores or vectors, of rows or of tokens."""
-        from hasten.kernels.encoder import FEW
-
         batch, starts = unpack(whole, bucket)
-        is_few = bucket.tokens <= FEW and self._encoder.takes_few()
+        is_few = bucket.tokens <= self._encoder.few_tokens
         hidden = self._encoder.few(batch) if is_few else self._encoder.many(batch)
         return self._pooled(hidden, starts) if self._about.pooling else self._scored(hidden, starts)
 
@@ -328,9 +326,12 @@ class _Graph:
             device.stream.synchronize()
             back = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
             self._graph = torch.cuda.CUDAGraph()
+            # cuBLAS's workspace must be the graph's own: others may give back the one there is (torch.compile does).
+            torch._C._cuda_clearCublasWorkspaces()
             with torch.cuda.graph(self._graph, pool=device.pool, stream=device.stream):
                 there.copy_(here, non_blocking=True)
                 back.copy_(compute(there, bucket), non_blocking=True)
+            torch._C._cuda_clearCublasWorkspaces()
         device.pool = self._graph.pool()
         self._stream, self._there = device.stream, there
         self._here, self._back = here.numpy(), back.numpy()

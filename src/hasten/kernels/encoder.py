@@ -16,8 +16,6 @@ from hasten.kernels.embed import embed
 from hasten.kernels.expand import expand
 from hasten.kernels.norm import layer_norm
 
-# Up to so many, a layer's weights take longer to read than its products to compute.
-FEW = 128
 # Tokens a program of attention asks for; `attention.tiles` must be told the same.
 TILE = 64
 
@@ -53,16 +51,17 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """How the four kernels for few tokens are cut, found by measuring on an H200."""
+    """How the four kernels for few tokens are cut, and up to how many they win: found by measuring on an H200."""
 
+    most_tokens: int
     qkv: tuple[int, int]
     up: tuple[int, int]
     attend: tuple[int, int]
     down: tuple[int, int, int]
 
 
-_NARROW = _Steps(qkv=(64, 8), up=(16, 4), attend=(64, 4), down=(32, 64, 4))
-_WIDE = _Steps(qkv=(64, 8), up=(64, 8), attend=(128, 4), down=(64, 512, 4))
+_NARROW = _Steps(128, qkv=(64, 8), up=(64, 8), attend=(64, 4), down=(32, 64, 4))
+_WIDE = _Steps(64, qkv=(64, 8), up=(64, 8), attend=(128, 4), down=(64, 512, 4))
 
 
 class Encoder:
@@ -74,17 +73,19 @@ class Encoder:
         self._is_dependent = is_dependent
         self._steps = _NARROW if geometry.width < 512 else _WIDE
 
-    def takes_few(self) -> bool:
-        """Whether its sides can be cut the way the kernels for few tokens want them."""
+    @property
+    def few_tokens(self) -> int:
+        """Up to how many the kernels for few take; none where its sides cannot be cut the way they want them."""
         shape, steps = self.geometry, self._steps
         size = shape.width // shape.heads
         divides = 3 * shape.width % steps.qkv[0] == shape.inner % steps.up[0] == 0
         cuts = shape.width % steps.down[0] == shape.inner % steps.down[1] == 0
         is_fitting = size & (size - 1) == 0 and size >= 16 and shape.width <= 1024
-        return divides and cuts and is_fitting and "project.weight" not in self._weights
+        is_able = divides and cuts and is_fitting and "project.weight" not in self._weights
+        return steps.most_tokens if is_able else 0
 
     def few(self, batch: Packed) -> Any:
-        """The hidden states of up to FEW tokens: four kernels a layer, sums in fp32."""
+        """The hidden states of few tokens: four kernels a layer, sums in fp32."""
         shape, steps, weights, dependent = self.geometry, self._steps, self._weights, self._is_dependent
         tokens, device, dtype = batch.ids.shape[0], batch.ids.device, weights["words"].dtype
         rows = 16 if tokens <= 16 else 32
