@@ -46,10 +46,11 @@ def page(results: Path, note: str, machine: Callable[[dict[str, Any]], str]) -> 
         note,
         "# A fleet for a million sentences a minute",
         "",
-        f"**{fleet} pods of {cores} cores, {fleet * cores:,} cores in {ZONES} zones**, for the model and the texts that "
-        f"were measured: a fine-tuned MiniLM classifier as `{throughput['bundle']['chosen']}`, {1 - long:.0%} sentences "
-        f"and {long:.0%} long reviews, one text a request. Every number on this page is calculated from the result "
-        "files named at its end; what was assumed is listed, so that you can put in what is true for you.",
+        f"**{fleet} pods of {cores} cores, {fleet * cores:,} cores in {ZONES} zones**, for the model and the texts "
+        f"that were measured: a fine-tuned MiniLM classifier as `{throughput['bundle']['chosen']}`, "
+        f"{1 - long:.0%} sentences and {long:.0%} long reviews, one text a request. Every number on this page is "
+        "calculated from the result files named at its end; what was assumed is listed, so that you can put in what is "
+        "true for you.",
         "",
         "## The calculation",
         "",
@@ -76,28 +77,30 @@ def page(results: Path, note: str, machine: Callable[[dict[str, Any]], str]) -> 
         "",
         "## What was measured",
         "",
-        f"- *rate*: {rate:.1f} answers a second of one server on {cores} cores, {throughput['clients']} clients at a time, "
-        f"the median of {len(ours)} rounds ({min(ours):.0f} to {max(ours):.0f}: a shared machine). With the slowest round "
-        f"the fleet is {fleet_pods(busy_pods(min(ours)))} pods, with the fastest {fleet_pods(busy_pods(max(ours)))}.",
+        f"- *rate*: {rate:.1f} answers a second of one server on {cores} cores, {throughput['clients']} clients at a "
+        f"time, the median of {len(ours)} rounds ({min(ours):.0f} to {max(ours):.0f}: a shared machine). With the "
+        f"slowest round the fleet is {fleet_pods(busy_pods(min(ours)))} pods, with the fastest "
+        f"{fleet_pods(busy_pods(max(ours)))}.",
         f"- p99 at that rate, which leaves nothing idle, is {p99_ms:.0f} ms: most of it is waiting.",
-        f"- *memory*: {memory_mb:.0f} MB held by a server of a model of that size after a hundred requests. Manifests ask "
-        "for more, since bodies of requests are held too.",
+        f"- *memory*: {memory_mb:.0f} MB held by a server of MiniLM embeddings, a model of the same size, after a "
+        "hundred requests. Manifests ask for more, since sessions may be several and bodies of requests are held too.",
         "",
         "## What was assumed",
         "",
         f"- *needed*: {PER_MINUTE:,} a minute is the peak, {need:,.0f} a second, spread evenly over pods and over the "
         "minute but for chance. What comes in bursts needs its peak of a second here, not its mean of a minute.",
-        f"- *utilisation* {UTILISATION}: a pod that is busy all the time has a queue without end. Where requests come at "
-        "random and take alike, each waits on average ρ / 2(1 − ρ) times as long as it takes to serve it "
-        "(Pollaczek–Khinchine); p99 grows alike. That formula is theory: the sweep below measures it.",
+        f"- *utilisation* {UTILISATION}: a pod that is busy all the time has a queue without end. Where requests come "
+        "at random and take alike, each waits on average ρ / 2(1 − ρ) times as long as it takes to serve it "
+        "(Pollaczek–Khinchine), and longer where they differ, as these do; p99 grows with it. That formula is theory: "
+        "the sweep below measures instead.",
         f"- *zones*: {ZONES}, one of which may fail at the peak without a word to clients. Pods are spread evenly "
         "(`topologySpreadConstraints` in what `hasten deploy kubernetes` writes).",
         f"- *rolling update*: new pods come before old ones go (`maxUnavailable: 0`), so it takes {SURGE:.0%} more for "
         "its time, and no capacity from anyone.",
         f"- *lengths*: {long:.0%} of the texts are film reviews of 600 characters and more, the others sentences of "
         "SST-2. Time goes with tokens: your mix decides more than anything else here.",
-        "- *cores* like those that were measured. Two pods on one node are taken to be as fast as on two: cores are not "
-        "shared (whole cores, limits that are the requests), memory bandwidth is.",
+        "- *cores* like those that were measured. Two pods on one node are taken to be as fast as on two: cores are "
+        "not shared (whole cores, limits that are the requests), memory bandwidth is.",
         "- The network, the balancer in front and what calls the fleet are not in it. No GPU was measured serving.",
         "",
         "| utilisation | waits, in times of service | pods kept busy | fleet | cores |",
@@ -106,7 +109,8 @@ def page(results: Path, note: str, machine: Callable[[dict[str, Any]], str]) -> 
         "",
         "## The same traffic on other servers",
         "",
-        "From the same run, on the same machine, by the same calculation.",
+        "From the same run, on the same machine, by the same calculation; with the graph in fp32 where not said "
+        "otherwise, as README's table has them. How each was set up stands in `benchmarks/serving/peers`.",
         "",
         f"| | answers/s on {cores} cores | fleet | cores |",
         "|---|---|---|---|",
@@ -129,8 +133,8 @@ def page(results: Path, note: str, machine: Callable[[dict[str, Any]], str]) -> 
         f"hasten deploy kubernetes BUNDLE -o k8s --replicas {fleet} --max-replicas {fleet + surge}",
         "```",
         "",
-        "where the peak lasts; where it does not, `--replicas` is what the quietest hour needs, and the autoscaler adds "
-        "pods as queues grow. It takes as long as a scrape, a minute's mean and the start of a pod "
+        "where the peak lasts; where it does not, `--replicas` is what the quietest hour needs, and the autoscaler "
+        "adds pods as queues grow. It takes as long as a scrape, a minute's mean and the start of a pod "
         f"({endurance['ready']['summary']['ready_s']:.1f} s here, once there is a node): what comes faster than that "
         "needs pods that are there already.",
         "",

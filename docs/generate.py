@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import fleet
+
 from hasten import cli
 from hasten.backends import BACKENDS
 from hasten.core import errors

@@ -110,6 +110,7 @@ def test_the_server_understands_its_environment(deploy: Any) -> None:
     values = {one["name"]: one["value"] for one in container["env"]}
     settings = Settings.read({"bundles": container["args"]}, values)
     assert (settings.port, settings.grpc_port, settings.variant) == (8080, 9000, INT8)
+    assert container["securityContext"]["runAsNonRoot"] is True
     # A directory of bundles: the model goes by the folder in it.
     assert settings.bundles == ("/mnt/models",)
     assert container["ports"] == [{"containerPort": settings.port}]
@@ -121,6 +122,8 @@ def test_an_image_with_the_bundle_is_its_own_runtime(deploy: Any, model: Bundle,
     written = deploy()
     container = runtime(written)["containers"][0]
     assert container["image"] == f"hasten-sst2:{model.manifest.digest[:12]}"
+    assert runtime(written)["supportedModelFormats"][0]["autoSelect"] is False
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
     # What the image serves is said in its Dockerfile.
     assert "args" not in container
     assert "storageUri" not in predictor(written)["model"]
@@ -138,11 +141,14 @@ def test_knative_is_told_nothing_that_it_refuses(deploy: Any) -> None:
 
 
 def test_pods_are_added_by_the_queue_where_there_is_a_prometheus(deploy: Any) -> None:
-    written = deploy("--prometheus", "http://prometheus:9090", "--replicas", "3")
+    written = deploy("--prometheus", "http://prometheus:9090", "--namespace", "search")
     annotations = written["inferenceservice.yaml"]["metadata"]["annotations"]
     assert annotations["serving.kserve.io/autoscalerClass"] == "keda"
     (metric,) = predictor(written)["autoScaling"]["metrics"]
-    assert metric["external"]["metric"]["query"] == 'sum(avg_over_time(hasten_waiting{model="sst2"}[1m]))'
+    assert (
+        metric["external"]["metric"]["query"]
+        == 'sum(avg_over_time(hasten_waiting{model="sst2",namespace="search"}[1m]))'
+    )
     # 200 sentences a second: ten of them take 50 ms.
     assert metric["external"]["target"] == {"type": "Value", "value": "10"}
     assert "scaleMetric" not in predictor(written)

@@ -58,7 +58,7 @@ def print_deployment(deployment: Deployment, steps: Sequence[str], as_json: bool
     if as_json:
         console.print_json(deployment)
         return
-    size = f"{deployment.cores} cores and {deployment.memory_bytes // 2**20} MiB"
+    size = f"{deployment.cores} core{'s' if deployment.cores > 1 else ''} and {deployment.memory_bytes // 2**20} MiB"
     scaled = f"; more are started with {deployment.scales_by}" if deployment.scales_by else ""
     lines = [
         f"{deployment.path}: {', '.join(deployment.files)}",

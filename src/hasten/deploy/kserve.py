@@ -55,7 +55,9 @@ class Service:
     def __post_init__(self) -> None:
         for flag, address in {"--storage": self.storage, "--prometheus": self.prometheus}.items():
             if address is not None and not _ADDRESS.fullmatch(address):
-                raise PlanError(f"{flag} '{address}' is not an address", hint="write s3://…, gs://…, pvc://…, https://…")
+                raise PlanError(
+                    f"{flag} '{address}' is not an address", hint="write s3://…, gs://…, pvc://…, https://…"
+                )
         if self.prometheus is not None and self.mode is Mode.KNATIVE:
             raise PlanError("KServe scales by a metric of Prometheus in standard mode alone", hint="--mode standard")
         if self.runtime is Runtime.HASTEN:
@@ -111,7 +113,8 @@ def serving_runtime(pod: Pod, image: str | None, service: Service) -> dict[str, 
         "image": image,
         **({"args": [STORED]} if service.storage else {}),
         "env": pods.listening(HTTP_PORT, GRPC_PORT),
-        "securityContext": pods.security(),
+        # KServe's downloader is given the same rights, and has files of its own to write.
+        "securityContext": pods.security(is_read_only=service.storage is None),
         "volumeMounts": pods.mounts(),
     }
     place = {} if service.is_for_cluster else pod.options.place
@@ -120,7 +123,8 @@ def serving_runtime(pod: Pod, image: str | None, service: Service) -> dict[str, 
         "ClusterServingRuntime" if service.is_for_cluster else "ServingRuntime",
         {"name": _runtime_name(pod, service), **place, "labels": {"app.kubernetes.io/managed-by": "hasten"}},
         {
-            "supportedModelFormats": [{"name": "hasten", "version": str(SCHEMA), "autoSelect": True}],
+            # An image with a bundle inside answers for that one alone: nobody else is to be given it.
+            "supportedModelFormats": [{"name": "hasten", "version": str(SCHEMA), "autoSelect": bool(service.storage)}],
             "protocolVersions": [protocol.value for protocol in Protocol],
             "containers": [container],
             "volumes": pods.volumes(),
@@ -183,10 +187,12 @@ def _scheduling(pod: Pod, service: Service) -> dict[str, object]:
 def _scaling(pod: Pod, service: Service) -> dict[str, object]:
     if service.prometheus:
         # KServe hands `value` to KEDA as what each pod may have of the sum.
+        labels = {"model": pod.options.name, **pod.options.place}
+        matched = ",".join(f'{name}="{value}"' for name, value in labels.items())
         metric = {
             "backend": "prometheus",
             "serverAddress": service.prometheus,
-            "query": f'sum(avg_over_time({pods.QUEUE_METRIC}{{model="{pod.options.name}"}}[1m]))',
+            "query": f"sum(avg_over_time({pods.QUEUE_METRIC}{{{matched}}}[1m]))",
         }
         target = {"type": "Value", "value": str(pod.target_waiting)}
         return {"autoScaling": {"metrics": [{"type": "External", "external": {"metric": metric, "target": target}}]}}
@@ -223,7 +229,9 @@ docker build --file Dockerfile --tag {image} {bundle}
 docker push {image}    # where your nodes do not build images themselves
 ```
 """
-    needs = f"""The cluster needs KEDA, and `{service.prometheus}` scrapes annotated pods.""" if service.prometheus else ""
+    needs = (
+        f"""The cluster needs KEDA, and `{service.prometheus}` scrapes annotated pods.""" if service.prometheus else ""
+    )
     if service.mode is Mode.STANDARD and not service.prometheus:
         needs = "`--prometheus URL` scales by the queue instead, and needs KEDA."
     return f"""# {options.name} on KServe

@@ -144,7 +144,7 @@ def disruption(pod: Pod) -> dict[str, object]:
 
 
 def adapter_rules() -> dict[str, object]:
-    """Values for prometheus-adapter's chart: the queue of a pod, over a minute, since it changes within milliseconds."""
+    """Values for prometheus-adapter's chart: the queue of a pod, over a minute, since it changes all the time."""
     rule = {
         "seriesQuery": f'{pods.QUEUE_METRIC}{{namespace!="",pod!=""}}',
         "resources": {"overrides": {"namespace": {"resource": "namespace"}, "pod": {"resource": "pod"}}},
@@ -163,9 +163,9 @@ def _readme(pod: Pod, image: str, delivery: Delivery, bundle: Path) -> str:
     options = pod.options
     where = f" -n {options.namespace}" if options.namespace else ""
     if delivery.volume_claim:
-        bring = f"""The claim `{delivery.volume_claim}` holds the bundle under `{options.name}/`, readable for user 10001,
-and many nodes may mount it at once (`ReadOnlyMany` or `ReadWriteMany`). A new bundle goes beside the old one or in its
-place; write the manifests again then, so that its hash changes and pods are replaced.
+        bring = f"""The claim `{delivery.volume_claim}` holds the bundle under `{options.name}/`, readable for user
+10001, and many nodes may mount it at once (`ReadOnlyMany` or `ReadWriteMany`). After a new bundle was put there, write
+the manifests again: its hash changes, and pods are replaced.
 """
     else:
         bring = f"""```

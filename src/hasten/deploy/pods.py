@@ -282,13 +282,13 @@ def mounts() -> list[object]:
     return [{"name": name, "mountPath": path} for name, path in WRITABLE.items()]
 
 
-def security() -> dict[str, object]:
-    """As the "restricted" Pod Security Standard asks, and nothing can be written but what is mounted for it."""
+def security(*, is_read_only: bool = True) -> dict[str, object]:
+    """As the "restricted" Pod Security Standard asks, and nothing is written but what is mounted for it."""
     return {
         "runAsNonRoot": True,
         "runAsUser": _USER,
         "runAsGroup": _USER,
-        "readOnlyRootFilesystem": True,
+        "readOnlyRootFilesystem": is_read_only,
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
         "seccompProfile": {"type": "RuntimeDefault"},
@@ -314,7 +314,7 @@ CMD ["{MODELS}/{name}"]
 """
 
 
-def document(version: str, kind: str, metadata: dict[str, object], spec: dict[str, object]) -> dict[str, object]:
+def document(version: str, kind: str, metadata: Mapping[str, object], spec: Mapping[str, object]) -> dict[str, object]:
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
