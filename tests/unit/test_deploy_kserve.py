@@ -63,7 +63,7 @@ STORED = "--storage s3://models/search"
 WAYS = [
     "",
     STORED,
-    f"{STORED} --protocol grpc-v2 --cluster-wide --keys-secret keys",
+    f"{STORED} --protocol grpc-v2 --cluster-wide --namespace search --keys-secret keys",
     f"{STORED} --mode knative --protocol grpc-v2",
     "--mode knative --threads 1 --instances 2",
     "--prometheus http://prometheus.monitoring:9090 --namespace search",
@@ -102,7 +102,9 @@ def test_the_service_finds_its_runtime(deploy: Any, words: str) -> None:
     assert asked["modelFormat"] in formats
     is_for_cluster = "--cluster-wide" in words
     assert found["kind"] == ("ClusterServingRuntime" if is_for_cluster else "ServingRuntime")
-    assert "namespace" not in found["metadata"] if is_for_cluster or "--namespace" not in words else True
+    namespace = "search" if "--namespace" in words else None
+    assert written["inferenceservice.yaml"]["metadata"].get("namespace") == namespace
+    assert found["metadata"].get("namespace") == (None if is_for_cluster else namespace)
 
 
 def test_the_server_understands_its_environment(deploy: Any) -> None:
@@ -140,6 +142,14 @@ def test_knative_is_told_nothing_that_it_refuses(deploy: Any) -> None:
     assert annotations == {"serving.kserve.io/deploymentMode": "Knative"}
 
 
+def test_tritonserver_has_room_for_its_tensors(deploy: Any) -> None:
+    pod = merged(deploy("--runtime", "tritonserver", *shlex.split(STORED), "--threads", "4"))
+    (volume,) = pod["volumes"]
+    assert volume["emptyDir"] == {"medium": "Memory"}
+    assert pod["containers"][0]["volumeMounts"] == [{"name": volume["name"], "mountPath": "/dev/shm"}]
+    assert pod["containers"][0]["resources"]["limits"]["cpu"] == "4"
+
+
 def test_pods_are_added_by_the_queue_where_there_is_a_prometheus(deploy: Any) -> None:
     written = deploy("--prometheus", "http://prometheus:9090", "--namespace", "search")
     annotations = written["inferenceservice.yaml"]["metadata"]["annotations"]
@@ -164,7 +174,6 @@ def test_pods_are_added_by_the_queue_where_there_is_a_prometheus(deploy: Any) ->
         ("--storage models", "not an address"),
         ("--runtime tritonserver", "storage address"),
         (f"--runtime tritonserver {STORED} --keys-secret keys", "--keys-secret"),
-        (f"--runtime tritonserver {STORED} --threads 2", "--threads"),
         (f"--runtime tritonserver {STORED} --cluster-wide", "--cluster-wide"),
         ("--mode knative --prometheus http://prometheus:9090", "standard mode"),
         ("--image 'no image'", "not the name of an image"),

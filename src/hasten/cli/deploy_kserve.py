@@ -39,7 +39,5 @@ def main(args: argparse.Namespace) -> int:
         is_for_cluster=args.cluster_wide,
     )
     made = write(bundle, args.output, pod_options(args, bundle), service, force=args.force)
-    build = f"docker build --file {made.path}/Dockerfile --tag {made.image} {args.bundle}"
-    steps = [*([build] if "Dockerfile" in made.files else []), f"kubectl apply -k {made.path}"]
-    print_deployment(made, steps, args.json)
+    print_deployment(made, args)
     return 0

@@ -20,7 +20,5 @@ def main(args: argparse.Namespace) -> int:
 
     bundle = open_bundle(args.bundle)
     made = write(bundle, args.output, pod_options(args, bundle), Delivery(args.volume_claim), force=args.force)
-    build = f"docker build --file {made.path}/Dockerfile --tag {made.image} {args.bundle}"
-    steps = [*([] if args.volume_claim else [build]), f"kubectl apply -k {made.path}"]
-    print_deployment(made, steps, args.json)
+    print_deployment(made, args)
     return 0

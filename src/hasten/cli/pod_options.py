@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hasten.bundle import Bundle
-    from hasten.deploy.pods import Deployment, PodOptions
+    from hasten.deploy.manifests import Deployment
+    from hasten.deploy.pods import PodOptions
 
 
 def add_pod_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,18 +53,21 @@ def pod_options(args: argparse.Namespace, bundle: Bundle) -> PodOptions:
     )
 
 
-def print_deployment(deployment: Deployment, steps: Sequence[str], as_json: bool) -> None:
+def print_deployment(made: Deployment, args: argparse.Namespace) -> None:
+    """What there is, and what to do with it."""
     from hasten.cli import console
 
-    if as_json:
-        console.print_json(deployment)
+    if args.json:
+        console.print_json(made)
         return
-    size = f"{deployment.cores} core{'s' if deployment.cores > 1 else ''} and {deployment.memory_bytes // 2**20} MiB"
-    scaled = f"; more are started with {deployment.scales_by}" if deployment.scales_by else ""
+    size = f"{made.cores} core{'s' if made.cores > 1 else ''} and {made.memory_bytes // 2**20} MiB"
+    scaled = f"; more are started with {made.scales_by}" if made.scales_by else ""
+    build = ["docker", "build", "--file", f"{made.path}/Dockerfile", "--tag", str(made.image), str(args.bundle)]
     lines = [
-        f"{deployment.path}: {', '.join(deployment.files)}",
-        f"each pod runs {deployment.variant} on {size}{scaled}",
-        *(f"  {step}" for step in steps),
+        f"{made.path}: {', '.join(made.files)}",
+        f"each pod runs {made.variant} on {size}{scaled}",
+        *([f"  {shlex.join(build)}"] if "Dockerfile" in made.files else []),
+        f"  {shlex.join(['kubectl', 'apply', '-k', str(made.path)])}",
     ]
     for line in lines:
         console.out.print(line, highlight=False, markup=False, soft_wrap=True)

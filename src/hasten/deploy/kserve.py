@@ -10,8 +10,10 @@ from pathlib import Path
 from hasten.bundle import Bundle
 from hasten.bundle.manifest import SCHEMA
 from hasten.core.errors import PlanError
-from hasten.deploy import pods
-from hasten.deploy.pods import Deployment, Pod, PodOptions, check_name, to_yaml
+from hasten.deploy import manifests, pods
+from hasten.deploy.manifests import Deployment, to_yaml
+from hasten.deploy.names import check_name
+from hasten.deploy.pods import Pod, PodOptions
 
 # Where KServe expects a server to listen, and puts what a storage address leads to.
 HTTP_PORT, GRPC_PORT, STORED = 8080, 9000, "/mnt/models"
@@ -19,6 +21,8 @@ HTTP_PORT, GRPC_PORT, STORED = 8080, 9000, "/mnt/models"
 _MOST_LETTERS = 47
 # Of the CPU, where KServe scales by it: as much as is left to a queue before it grows long.
 _CPU_PERCENT = 70
+# Tritonserver's Python models hand their tensors over in memory, of which a container has 64 MB otherwise.
+_SHARED = "shared-memory"
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://\S+")
 
 
@@ -76,21 +80,18 @@ def write(bundle: Bundle, target: Path, options: PodOptions, service: Service, *
     check_name("--name", options.name, _MOST_LETTERS)
     pod = Pod.of(bundle, options)
     is_ours = service.runtime is Runtime.HASTEN
-    if not is_ours and (unused := [flag for flag, given in _OURS_ALONE.items() if getattr(options, given)]):
-        raise PlanError(f"{unused[0]} is an option of our own runtime", hint="leave it out, or --runtime hasten")
+    if options.keys_secret and not is_ours:
+        raise PlanError("--keys-secret is about our own server: tritonserver knows no keys", hint="leave it out")
     image = _image(pod, service)
     documents = {"servingruntime.yaml": serving_runtime(pod, image, service)} if is_ours else {}
     documents["inferenceservice.yaml"] = inference_service(pod, image, service)
     files = {name: to_yaml(document) for name, document in documents.items()}
-    files["kustomization.yaml"] = to_yaml(pods.kustomization(list(documents)))
+    files["kustomization.yaml"] = to_yaml(manifests.kustomization(list(documents)))
     if image and is_ours and service.storage is None:
-        files["Dockerfile"] = pods.dockerfile(options.name, image, bundle.path)
-    files["README.md"] = _readme(pod, image, service, bundle.path)
-    pods.write(target, files, force=force)
+        files["Dockerfile"] = manifests.dockerfile(options.name, image)
+    files["README.md"] = _readme(pod, image, service)
+    manifests.write(target, files, force=force)
     return Deployment.of(pod, target, files, image, _scales_by(pod, service))
-
-
-_OURS_ALONE = {"--keys-secret": "keys_secret", "--threads": "threads", "--instances": "instances"}
 
 
 def _image(pod: Pod, service: Service) -> str | None:
@@ -118,7 +119,7 @@ def serving_runtime(pod: Pod, image: str | None, service: Service) -> dict[str, 
         "volumeMounts": pods.mounts(),
     }
     place = {} if service.is_for_cluster else pod.options.place
-    return pods.document(
+    return manifests.document(
         "serving.kserve.io/v1alpha1",
         "ClusterServingRuntime" if service.is_for_cluster else "ServingRuntime",
         {"name": _runtime_name(pod, service), **place, "labels": {"app.kubernetes.io/managed-by": "hasten"}},
@@ -144,6 +145,7 @@ def inference_service(pod: Pod, image: str | None, service: Service) -> dict[str
         **({"env": pod.environment()} if is_ours else {}),
         "ports": [{"name": "h2c", "containerPort": GRPC_PORT} if is_grpc else {"containerPort": HTTP_PORT}],
         "resources": pod.resources(),
+        **({} if is_ours else {"volumeMounts": [{"name": _SHARED, "mountPath": "/dev/shm"}]}),
         **_probes(pod, service),
     }
     predictor = {
@@ -155,13 +157,14 @@ def inference_service(pod: Pod, image: str | None, service: Service) -> dict[str
         # A Service called "hasten" would otherwise set HASTEN_PORT, which is an option of ours.
         "enableServiceLinks": False,
         **_scheduling(pod, service),
+        **({} if is_ours else {"volumes": [{"name": _SHARED, "emptyDir": {"medium": "Memory"}}]}),
         "model": model,
     }
     annotations = {"serving.kserve.io/deploymentMode": service.mode.value.capitalize()}
     if service.prometheus:
         annotations["serving.kserve.io/autoscalerClass"] = "keda"
     metadata = {**pod.metadata(), "annotations": annotations}
-    return pods.document("serving.kserve.io/v1beta1", "InferenceService", metadata, {"predictor": predictor})
+    return manifests.document("serving.kserve.io/v1beta1", "InferenceService", metadata, {"predictor": predictor})
 
 
 def _probes(pod: Pod, service: Service) -> dict[str, object]:
@@ -210,45 +213,43 @@ def _scales_by(pod: Pod, service: Service) -> str:
     return f"over {_CPU_PERCENT} % of the CPU in use"
 
 
-def _readme(pod: Pod, image: str | None, service: Service, bundle: Path) -> str:
+def _readme(pod: Pod, image: str | None, service: Service) -> str:
     options = pod.options
-    if service.runtime is Runtime.TRITONSERVER:
-        bring = f"""`{service.storage}` holds what `hasten deploy tritonserver {bundle} -o DIR` writes, as it is: the
-folders of its models. Its tokenizer needs the package `tokenizers`, which NVIDIA's image does not have: build the
-`Dockerfile` in DIR and give its name as `--image`{f" (now: `{image}`)" if image else ""}.
-"""
-        asked = "The models go by the names of those folders."
-    else:
-        asked = f"The model goes by `{options.name}`: `POST /v2/models/{options.name}/infer`."
-        bring = f"""`{service.storage}` holds the bundle in a folder `{options.name}/`, by which the model goes:
-upload `{bundle}` as that folder. The runtime `hasten` serves any bundle that is stored so.
-"""
-        if service.storage is None:
-            bring = f"""```
-docker build --file Dockerfile --tag {image} {bundle}
-docker push {image}    # where your nodes do not build images themselves
-```
-"""
-    needs = (
-        f"""The cluster needs KEDA, and `{service.prometheus}` scrapes annotated pods.""" if service.prometheus else ""
-    )
-    if service.mode is Mode.STANDARD and not service.prometheus:
-        needs = "`--prometheus URL` scales by the queue instead, and needs KEDA."
+    needs = {
+        Mode.STANDARD: "`--prometheus URL` scales by the queue instead, through KEDA.",
+        Mode.KNATIVE: "Knative counts them.",
+    }[service.mode]
+    if service.prometheus:
+        needs = f"The cluster needs KEDA, and a Prometheus at `{service.prometheus}` that scrapes annotated pods."
     return f"""# {options.name} on KServe
 
-Written by hasten for bundle `{pod.digest[:12]}`, variant `{pod.entry.name}`. Needs KServe 0.16 or newer and Kubernetes
-1.30 or newer, and {service.mode.value} mode.
+Written by hasten for bundle `{pod.digest[:12]}`, variant `{pod.entry.name}`. Needs Kubernetes 1.30 and KServe 0.16 in
+{service.mode.value} mode, or newer.
 
-{bring}
+{_bringing(pod, image, service)}
 ```
 kubectl apply -k .
 kubectl wait --for=condition=Ready inferenceservice/{options.name}
 ```
 
-{asked}
-
 ## Size and scaling
 
 {pod.cores} cores and {pod.memory} for each pod, by the bundle's benchmark. {options.replicas} to \
-{options.max_replicas} pods: more where there are {_scales_by(pod, service)}. {needs}
+{options.max_replicas} pods: more with {_scales_by(pod, service)}. {needs}
 """
+
+
+def _bringing(pod: Pod, image: str | None, service: Service) -> str:
+    """How the bundle comes there, and by what name it is asked."""
+    name = pod.options.name
+    if service.runtime is Runtime.TRITONSERVER:
+        given = f" (now `{image}`)" if image else ""
+        return f"""`{service.storage}` holds the model repository that `hasten deploy tritonserver BUNDLE -o DIR` wrote.
+Models go by the names of its folders. Its tokenizer needs a package that NVIDIA's image does not have: build the
+`Dockerfile` in DIR, and give the image's name as `--image`{given}.
+"""
+    asked = f"The model goes by `{name}`: `POST /v2/models/{name}/infer`.\n"
+    if image and service.storage is None:
+        return f"{manifests.building(image)}\n{asked}"
+    return f"""`{service.storage}` holds the bundle in a folder `{name}/`: upload its directory as that. The runtime
+`hasten` serves any bundle that is stored so. {asked}"""

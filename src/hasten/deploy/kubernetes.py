@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.bundle import Bundle
-from hasten.deploy import pods
-from hasten.deploy.pods import Deployment, Pod, PodOptions, check_object, to_yaml
+from hasten.deploy import manifests, pods
+from hasten.deploy.manifests import Deployment, to_yaml
+from hasten.deploy.names import check_object
+from hasten.deploy.pods import Pod, PodOptions
 from hasten.server.settings import Settings
 
 HTTP_PORT = Settings().port
@@ -30,19 +32,19 @@ def write(bundle: Bundle, target: Path, options: PodOptions, delivery: Delivery,
     pod = Pod.of(bundle, options)
     claim = delivery.volume_claim
     image = options.image or pods.SERVER_IMAGE if claim else pods.baked_image(pod)
-    documents = manifests(pod, image, delivery)
+    documents = all_manifests(pod, image, delivery)
     files = {name: to_yaml(document) for name, document in documents.items()}
-    files["kustomization.yaml"] = to_yaml(pods.kustomization(list(documents)))
+    files["kustomization.yaml"] = to_yaml(manifests.kustomization(list(documents)))
     if options.is_scaled:
         files["prometheus-adapter.yaml"] = to_yaml(adapter_rules())
     if claim is None:
-        files["Dockerfile"] = pods.dockerfile(options.name, image, bundle.path)
-    files["README.md"] = _readme(pod, image, delivery, bundle.path)
-    pods.write(target, files, force=force)
+        files["Dockerfile"] = manifests.dockerfile(options.name, image)
+    files["README.md"] = _readme(pod, image, delivery)
+    manifests.write(target, files, force=force)
     return Deployment.of(pod, target, files, image, pod.queue_limit)
 
 
-def manifests(pod: Pod, image: str, delivery: Delivery) -> dict[str, dict[str, object]]:
+def all_manifests(pod: Pod, image: str, delivery: Delivery) -> dict[str, dict[str, object]]:
     """By the file each goes into."""
     found = {"deployment.yaml": deployment(pod, image, delivery), "service.yaml": service(pod)}
     found["disruption.yaml"] = disruption(pod)
@@ -75,7 +77,7 @@ def deployment(pod: Pod, image: str, delivery: Delivery) -> dict[str, object]:
             },
         },
     }
-    return pods.document("apps/v1", "Deployment", pod.metadata(), spec)
+    return manifests.document("apps/v1", "Deployment", pod.metadata(), spec)
 
 
 def _container(pod: Pod, image: str, delivery: Delivery) -> dict[str, object]:
@@ -104,7 +106,9 @@ def service(pod: Pod) -> dict[str, object]:
         {"name": "http", "port": HTTP_PORT, "targetPort": "http", "appProtocol": "http"},
         {"name": "grpc", "port": GRPC_PORT, "targetPort": "grpc", "appProtocol": "kubernetes.io/h2c"},
     ]
-    return pods.document("v1", "Service", pod.metadata(), {"selector": _selector(pod)["matchLabels"], "ports": ports})
+    return manifests.document(
+        "v1", "Service", pod.metadata(), {"selector": _selector(pod)["matchLabels"], "ports": ports}
+    )
 
 
 def autoscaler(pod: Pod) -> dict[str, object]:
@@ -130,7 +134,7 @@ def autoscaler(pod: Pod) -> dict[str, object]:
             },
         },
     }
-    return pods.document("autoscaling/v2", "HorizontalPodAutoscaler", pod.metadata(), spec)
+    return manifests.document("autoscaling/v2", "HorizontalPodAutoscaler", pod.metadata(), spec)
 
 
 def disruption(pod: Pod) -> dict[str, object]:
@@ -140,7 +144,7 @@ def disruption(pod: Pod) -> dict[str, object]:
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": _selector(pod),
     }
-    return pods.document("policy/v1", "PodDisruptionBudget", pod.metadata(), spec)
+    return manifests.document("policy/v1", "PodDisruptionBudget", pod.metadata(), spec)
 
 
 def adapter_rules() -> dict[str, object]:
@@ -159,7 +163,7 @@ def _selector(pod: Pod) -> dict[str, dict[str, object]]:
     return {"matchLabels": {"app.kubernetes.io/name": pod.options.name}}
 
 
-def _readme(pod: Pod, image: str, delivery: Delivery, bundle: Path) -> str:
+def _readme(pod: Pod, image: str, delivery: Delivery) -> str:
     options = pod.options
     where = f" -n {options.namespace}" if options.namespace else ""
     if delivery.volume_claim:
@@ -168,11 +172,7 @@ def _readme(pod: Pod, image: str, delivery: Delivery, bundle: Path) -> str:
 the manifests again: its hash changes, and pods are replaced.
 """
     else:
-        bring = f"""```
-docker build --file Dockerfile --tag {image} {bundle}
-docker push {image}    # where your nodes do not build images themselves
-```
-
+        bring = f"""{manifests.building(image)}
 Another bundle has another tag, so that applying its manifests replaces the pods one after the other.
 """
     scaled = f"""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from hasten.bundle import Bundle, VariantEntry
-from hasten.core.errors import PlanError, missing_package, translate_os_errors
+from hasten.core.errors import PlanError
 from hasten.core.variant import CPU
 from hasten.core.version import __version__
-from hasten.deploy import written
+from hasten.deploy.names import check_image, check_name, check_object
 from hasten.server.connection import HttpLimits
 from hasten.server.instances import MOST_INSTANCES
 from hasten.server.settings import Settings
@@ -23,7 +21,7 @@ LIVE_PATH, READY_PATH = "/v2/health/live", "/v2/health/ready"
 # As docker/Dockerfile has them.
 SERVER_IMAGE = f"hasten:{__version__}"
 CACHE, MODELS = "/var/cache/hasten", "/models"
-_USER = 10001
+USER = 10001
 
 # Proxies go on sending for so long to a pod that is on its way out.
 LINGER_S = 5
@@ -34,16 +32,6 @@ _STARTUP_PERIOD_S = 2
 _STARTUP_FACTOR, _STARTUP_LEAST_S = 60, 120
 _MEMORY_STEP = 64 * 2**20
 
-# Services must begin with a letter (RFC 1035), and most of what we write is called like one.
-_LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
-_SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
-# Of an image: a registry is told from a folder by its dot or its port.
-_WORD = r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?"
-_REGISTRY = rf"({_WORD}(\.{_WORD})+(:[0-9]+)?|{_WORD}:[0-9]+|localhost)/"
-_FOLDER = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
-_TAG, _DIGEST = r":[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", r"@sha256:[0-9a-f]{64}"
-_IMAGE = re.compile(rf"({_REGISTRY})?{_FOLDER}(/{_FOLDER})*({_TAG})?({_DIGEST})?")
-_MOST_LETTERS = 63
 # What Node Feature Discovery calls the instructions that a variant may ask for.
 _NODE_FEATURES = {
     "amx_int8": "AMXINT8",
@@ -79,8 +67,8 @@ class PodOptions:
         check_name("--name", self.name)
         if self.namespace is not None:
             check_name("--namespace", self.namespace)
-        if self.image is not None and not _IMAGE.fullmatch(self.image):
-            raise PlanError(f"'{self.image}' is not the name of an image", hint="write REGISTRY/NAME:TAG, or NAME:TAG")
+        if self.image is not None:
+            check_image(self.image)
         if self.keys_secret is not None:
             check_object("--keys-secret", self.keys_secret)
         counts = {"--threads": self.threads, "--instances": self.instances, "--gpu": self.gpus}
@@ -105,20 +93,6 @@ class PodOptions:
     def grace_s(self) -> int:
         """From the wish to stop a pod to its end: proxies forget it, it answers what it took, it leaves."""
         return LINGER_S + math.ceil(self.drain_s) + _LEAVE_S
-
-
-def check_name(flag: str, text: str, most: int = _MOST_LETTERS) -> None:
-    if not _LABEL.fullmatch(text) or len(text) > most:
-        raise PlanError(
-            f"{flag} '{text}' is not a name that Kubernetes takes",
-            hint=f"a letter, then letters, digits and dashes, in lower case, at most {most}",
-        )
-
-
-def check_object(flag: str, text: str) -> None:
-    """The name of something that is there already, which may have dots."""
-    if not _SUBDOMAIN.fullmatch(text) or len(text) > 253:
-        raise PlanError(f"{flag} '{text}' is not a name that Kubernetes takes", hint="lower case, digits, dashes, dots")
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,8 +260,8 @@ def security(*, is_read_only: bool = True) -> dict[str, object]:
     """As the "restricted" Pod Security Standard asks, and nothing is written but what is mounted for it."""
     return {
         "runAsNonRoot": True,
-        "runAsUser": _USER,
-        "runAsGroup": _USER,
+        "runAsUser": USER,
+        "runAsGroup": USER,
         "readOnlyRootFilesystem": is_read_only,
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
@@ -302,69 +276,3 @@ def lingering() -> dict[str, object]:
 def baked_image(pod: Pod) -> str:
     """The image that the Dockerfile makes: another bundle has another name, so that none is mistaken for another."""
     return pod.options.image or f"hasten-{pod.options.name}:{pod.digest[:12]}"
-
-
-def dockerfile(name: str, image: str, directory: Path) -> str:
-    return f"""# The server with the bundle inside: docker build --file Dockerfile --tag {image} {directory}
-# BASE is what `make image` of hasten builds.
-ARG BASE={SERVER_IMAGE}
-FROM ${{BASE}}
-COPY --chown={_USER}:{_USER} . {MODELS}/{name}
-CMD ["{MODELS}/{name}"]
-"""
-
-
-def document(version: str, kind: str, metadata: Mapping[str, object], spec: Mapping[str, object]) -> dict[str, object]:
-    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
-
-
-def kustomization(resources: Sequence[str]) -> dict[str, object]:
-    """Without a namespace: each says its own, and Kustomize would give one to what belongs to the whole cluster."""
-    about = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
-    return {**about, "resources": list(resources)}
-
-
-def to_yaml(document: Mapping[str, object]) -> str:
-    try:
-        import yaml
-    except ImportError as error:
-        raise missing_package("pyyaml", "writing manifests", "deploy") from error
-
-    class Plain(yaml.SafeDumper):
-        """Says twice what stands twice, instead of pointing from one place to the other."""
-
-        def ignore_aliases(self, data: object) -> bool:
-            return True
-
-    text: str = yaml.dump(document, Dumper=Plain, sort_keys=False, allow_unicode=True, width=120)
-    return text
-
-
-@dataclass(frozen=True, slots=True)
-class Deployment:
-    """What was written, and what it asks of a cluster."""
-
-    path: Path
-    files: tuple[str, ...]
-    name: str
-    # None where the runtime brings its own.
-    image: str | None
-    variant: str
-    cores: int
-    memory_bytes: int
-    # None where the number of pods is fixed.
-    scales_by: str | None
-
-    @classmethod
-    def of(cls, pod: Pod, target: Path, files: Mapping[str, str], image: str | None, scales_by: str) -> Deployment:
-        options = pod.options
-        scaling = scales_by if options.is_scaled else None
-        return cls(target, tuple(files), options.name, image, pod.entry.name, pod.cores, pod.memory_bytes, scaling)
-
-
-def write(target: Path, files: Mapping[str, str], *, force: bool) -> None:
-    with written(target, force=force) as staging:
-        with translate_os_errors(f"writing {target}"):
-            for name, text in files.items():
-                (staging.path / name).write_text(text, encoding="utf-8")
-        staging.commit()
