@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/hasten/core/version.py)
 
 .PHONY: demo test e2e check fix bench docs image
 
@@ -37,7 +38,7 @@ docs: $(VENV)/.dev ## write the generated reference pages
 image: ## a container that serves; BASE=… builds it on another image
 	@engine=$$(command -v docker || command -v podman) || \
 		{ echo "error: an image is built by docker or podman, and neither is installed" >&2; exit 1; }; \
-	"$$engine" build --file docker/Dockerfile $(if $(BASE),--build-arg BASE=$(BASE)) --tag hasten .
+	"$$engine" build --file docker/Dockerfile $(if $(BASE),--build-arg BASE=$(BASE)) --tag hasten --tag hasten:$(VERSION) .
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

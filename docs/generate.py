@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import fleet
+
 from hasten import cli
 from hasten.backends import BACKENDS
 from hasten.core import errors
@@ -304,6 +306,7 @@ def main() -> int:
         REFERENCE / "extensions.md": extension_points(),
         REFERENCE / "support.md": support(),
         REFERENCE / "precision.md": precision(),
+        ROOT / "docs" / "fleet.md": fleet.page(RESULTS, NOTE, _machine),
         README: readme(),
     }
     for file, text in pages.items():

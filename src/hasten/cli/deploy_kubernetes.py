@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from hasten.cli.pod_options import add_pod_arguments, pod_options, print_deployment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--output", "-o", type=Path, metavar="DIR", required=True, help="where to write")
-    parser.add_argument("--force", action="store_true", help="replace an older deployment there")
+    add_pod_arguments(parser)
+    parser.add_argument(
+        "--volume-claim", metavar="NAME", help="holds the bundle, under its name (default: it is put into the image)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
-    raise NotImplementedError
+    from hasten.bundle import open_bundle
+    from hasten.deploy.kubernetes import Delivery, write
+
+    bundle = open_bundle(args.bundle)
+    made = write(bundle, args.output, pod_options(args, bundle), Delivery(args.volume_claim), force=args.force)
+    print_deployment(made, args)
+    return 0

@@ -28,7 +28,7 @@ logger = logging.getLogger("hasten")
 # More sessions cost latency and memory: they are worth it for so much more throughput.
 _WORTH = 1.15
 _MEASURE_S = 0.25
-_MOST = 8
+MOST_INSTANCES = 8
 # Each session may hold the model's weights once more; together they take no more of the memory than this.
 _MEMORY_SHARE = 0.25
 
@@ -58,7 +58,7 @@ def _best(rates: dict[int, float]) -> int:
 def _counts(cores: int, model_bytes: int, memory_bytes: int) -> Sequence[int]:
     """1, 2, 4 … as far as each has a core and all have room."""
     room = max(1, int(_MEMORY_SHARE * memory_bytes) // max(1, model_bytes))
-    most = min(cores, room, _MOST)
+    most = min(cores, room, MOST_INSTANCES)
     return [2**power for power in range(most.bit_length())]
 
 
