@@ -24,7 +24,7 @@ class Changes:
         """How many it tried. What cannot be opened leaves what is served in its place, until it changes again."""
         try:
             paths = self._paths()
-        except HastenError as error:
+        except (HastenError, OSError) as error:
             logger.error("what is served stays as it is: %s", error)
             return 1
         there = {served.name for served in self._models}
