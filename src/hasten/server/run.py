@@ -225,12 +225,13 @@ class _Process:
         if not self._app.is_ready:
             logger.warning("asked to reload while it starts or stops: nothing is")
             return
-        try:
-            self._app.keys = Keys.read(self._settings.key_file)
-        except PlanError as error:
-            logger.error("the API keys stay as they were: %s", error)
-        else:
-            logger.info("asked to reload: %d API keys are known", len(self._app.keys))
+        if self._settings.key_file is not None:
+            try:
+                self._app.keys = Keys.read(self._settings.key_file)
+            except PlanError as error:
+                logger.error("the API keys stay as they were: %s", error)
+            else:
+                logger.info("asked to reload: %d API keys are known", len(self._app.keys))
         if not await self._reload(changes):
             logger.info("asked to reload: no bundle has changed")
 
