@@ -6,7 +6,26 @@
                              than a tensor, the task's own code, which asks the model
 """
 
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from hasten.bundle import Bundle
+from hasten.core.errors import translate_os_errors
+from hasten.deploy import written
+from hasten.deploy.tritonserver.around import write_around
 from hasten.deploy.tritonserver.options import Options, Repository, Runtime
 from hasten.deploy.tritonserver.repository import write_models
 
-__all__ = ["Options", "Repository", "Runtime", "write_models"]
+__all__ = ["Options", "Repository", "Runtime", "write_models", "write_repository"]
+
+
+def write_repository(bundle: Bundle, target: Path, options: Options, *, force: bool = False) -> Repository:
+    """The models, and beside them how to run and how to ask them; all of it or nothing."""
+    with written(target, force=force) as staging:
+        repository = write_models(bundle, staging.path, options)
+        with translate_os_errors(f"writing {target}"):
+            write_around(bundle.manifest.task, options, repository)
+        staging.commit()
+    return replace(repository, directory=target)

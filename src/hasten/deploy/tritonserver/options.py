@@ -83,6 +83,10 @@ class Repository:
     inference: str
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    # Whether they are the model's own tensors, or answers in JSON.
+    is_raw: bool
+    # The inputs of the model itself.
+    tokens: tuple[str, ...]
     # The most rows of one request; 0 where tensors come without an axis of the batch.
     max_rows: int
     # What the server's Python must have beside NumPy.

@@ -18,6 +18,7 @@ from hasten.core.tensors import ATTENTION_MASK, Signature, TensorSpec
 from hasten.core.variant import CPU
 from hasten.deploy.tritonserver import configs
 from hasten.deploy.tritonserver.batching import Batching, batching
+from hasten.deploy.tritonserver.models.answer import OPTIONS
 from hasten.deploy.tritonserver.models.request import ABOUT
 from hasten.deploy.tritonserver.models.request import TOKENIZER as TOKENIZER_FILE
 from hasten.deploy.tritonserver.options import Options, Repository, Runtime, choose
@@ -25,7 +26,7 @@ from hasten.deploy.tritonserver.pbtxt import Message, Tensor, Value, to_text
 from hasten.deploy.tritonserver.shipping import is_ours, ship
 from hasten.tasks import TASKS, AnyTask, TaskSpec
 
-ANSWER, OPTIONS = "ANSWER", "OPTIONS"
+ANSWER = "ANSWER"
 _VERSION = "1"
 _LABELS = "labels.txt"
 # What a model is called after, by the backend of its variant.
@@ -82,6 +83,8 @@ class _Writer:
             inference=self.name("inference"),
             inputs=self.texts,
             outputs=self.answers,
+            is_raw=self.is_raw,
+            tokens=tuple(spec.name for spec in self.taken),
             max_rows=self.max_texts,
             packages=self.packages,
         )

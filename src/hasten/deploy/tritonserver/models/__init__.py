@@ -1,4 +1,4 @@
-"""What runs inside tritonserver's Python backend: shipped with the repository, never imported here.
+"""What runs inside tritonserver's Python backend, shipped with the repository.
 
-Each module has a `TritonPythonModel`, as that backend wants it, and reads `about.json` beside it.
+Each module with a `TritonPythonModel`, as that backend wants it, reads what it is told from `about.json` beside it.
 """
