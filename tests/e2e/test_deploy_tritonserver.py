@@ -78,6 +78,7 @@ CASES = {
     "token-classification": Case(
         lambda get: get("tiny_tagger")("roberta"),
         TEXTS,
+        [{"text": text} for text in TEXTS],
         options={"aggregation_strategy": "simple"},
         variant="openvino-fp32",
     ),
@@ -400,9 +401,7 @@ def test_its_graphs_run_in_the_onnxruntime_of_that_release(
             np.save(tmp_path / f"{spec.name}.npy", feeds[spec.name])
         words = [[spec.name for spec in taken], [spec.dtype for spec in taken], [*expected]]
         command = [python, "-c", RUN, place / repository.model / "1", *map(json.dumps, words), tmp_path]
-        done = subprocess.run(
-            command, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=False)
         assert done.returncode == 0, (name, done.stderr)
         assert done.stdout.strip() == THEIR_ONNXRUNTIME
         found = unpad({one: np.load(tmp_path / f"{one}.npy") for one in expected}, encoded.batch, signature)

@@ -143,7 +143,7 @@ def _askable(repository: Repository, rows: Sequence[Row]) -> list[Row]:
     """Rows with what must be given and nothing but what is taken, labels aside."""
     names = {text.name.lower(): text.is_optional for text in repository.inputs}
     needed = [name for name, is_optional in names.items() if not is_optional]
-    found = []
+    found: list[Row] = []
     for row in rows:
         if isinstance(words := row.get("tokens"), list):
             row = {"text": " ".join(words)}
@@ -158,9 +158,7 @@ def _askable(repository: Repository, rows: Sequence[Row]) -> list[Row]:
 def strings(repository: Repository, rows: Sequence[Row]) -> dict[str, Array]:
     """The inputs of a request for rows that have the same fields."""
     shape = (len(rows),) if repository.max_rows == 0 else (len(rows), 1)
-    return {
-        name.upper(): np.array([_text(row[name]) for row in rows], object).reshape(shape) for name in rows[0]
-    }
+    return {name.upper(): np.array([_text(row[name]) for row in rows], object).reshape(shape) for name in rows[0]}
 
 
 def _text(value: object) -> str:

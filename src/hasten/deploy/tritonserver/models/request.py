@@ -46,9 +46,7 @@ class Told:
     def signature(self) -> Signature:
         raw = self.about["signature"]
         inputs, outputs = (
-            tuple(
-                TensorSpec(one["name"], DType(one["dtype"]), tuple(one["shape"]), one["pad"]) for one in raw[side]
-            )
+            tuple(TensorSpec(one["name"], DType(one["dtype"]), tuple(one["shape"]), one["pad"]) for one in raw[side])
             for side in ("inputs", "outputs")
         )
         return Signature(**{**raw, "inputs": inputs, "outputs": outputs})
@@ -92,9 +90,7 @@ def strings(request: Any, name: str) -> list[str] | None:
 
 def _response(request: Any, tensors: Tensors) -> Any:
     wanted = request.requested_output_names()
-    found = [
-        server().Tensor(name, np.ascontiguousarray(value)) for name, value in tensors.items() if name in wanted
-    ]
+    found = [server().Tensor(name, np.ascontiguousarray(value)) for name, value in tensors.items() if name in wanted]
     return server().InferenceResponse(output_tensors=found)
 
 
