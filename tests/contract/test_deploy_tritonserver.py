@@ -199,7 +199,7 @@ def test_the_command(classifier_bundle: Bundle, tmp_path: Path, capsys: pytest.C
         (["--instances", "0"], 2, "--instances 0 is less than 1"),
         (["--runtime", "python", "--device", "cuda"], 3, "runs on the CPU"),
         (["--check", "/nowhere/tritonserver"], 2, "there is no tritonserver at /nowhere/tritonserver"),
-        (["--check", "http://127.0.0.1:9"], 7, "127.0.0.1:9 gives no answer"),
+        (["--check", "127.0.0.1:9"], 7, "127.0.0.1:9 gives no answer"),
     ],
 )
 def test_refusals(
