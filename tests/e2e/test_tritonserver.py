@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import hasten
 import tritonserver
 from hasten.bundle import Bundle
+from hasten.deploy.tritonserver.program import TritonServer
 from serving import Server
-from tritonserver import Tensor, TritonServer
+from tritonserver import Tensor
 from tritonserver.requests import BAD, CALLED, CALLED_DIFFERENT, DIFFERENT, GOOD, LENGTH, Answered
 
 pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_classifier: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     target = tmp_path_factory.mktemp("bundles") / "classifier"
-    shapes = {"seq_len": 16, "batch_size": 1}
-    return hasten.build(tiny_classifier("bert"), target, variants=["onnxruntime-fp32"], threads=1, **shapes)
+    return quick_build(tiny_classifier("bert"), target, variants=["onnxruntime-fp32"], seq_len=16, batch_size=1)
 
 
 @pytest.fixture(scope="module")
 def theirs(
     bundle: Bundle, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
-    given = os.environ.get("HASTEN_TRITON_ENV")
+    program = tritonserver.find_program(pytestconfig)
     place = tmp_path_factory.mktemp("tritonserver")
     about = {
         "graph": str(bundle.path / "graph" / "model.onnx"),
@@ -44,15 +41,8 @@ def theirs(
     ids = [Tensor(name, "INT64", [-1, -1]) for name in ("input_ids", "attention_mask")]
     tritonserver.add_model(place / "models", "classifier", [Tensor("text", "STRING", [-1])], [logits, answer], about)
     tritonserver.add_model(place / "models", "tokens", ids, [logits], about)
-    try:
-        installed = tritonserver.Installed.at(
-            Path(given) if given else pytestconfig.cache.mkdir("tritonserver") / "environment"
-        )
-        started = TritonServer(installed, place / "models", place)
-    except tritonserver.NotHereError as error:
-        pytest.skip(str(error))
-    yield started
-    started.stop()
+    with TritonServer(program, place / "models", place) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
