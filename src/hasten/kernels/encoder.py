@@ -70,7 +70,7 @@ class Encoder:
     def __init__(self, geometry: Geometry, weights: Mapping[str, Any], *, is_dependent: bool = False) -> None:
         self.geometry = geometry
         self._weights = weights
-        self._is_dependent = is_dependent
+        self.is_dependent = is_dependent
         self._steps = _NARROW if geometry.width < 512 else _WIDE
 
     @property
@@ -86,7 +86,7 @@ class Encoder:
 
     def few(self, batch: Packed) -> Any:
         """The hidden states of few tokens: four kernels a layer, sums in fp32."""
-        shape, steps, weights, dependent = self.geometry, self._steps, self._weights, self._is_dependent
+        shape, steps, weights, dependent = self.geometry, self._steps, self._weights, self.is_dependent
         tokens, device, dtype = batch.ids.shape[0], batch.ids.device, weights["words"].dtype
         rows = 16 if tokens <= 16 else 32
         qkv = torch.empty((tokens, 3 * shape.width), dtype=dtype, device=device)
@@ -117,7 +117,8 @@ class Encoder:
                 rows=rows, columns=steps.down[0], depth=steps.down[1], warps=steps.down[2], is_dependent=dependent,
             )  # fmt: skip
             norm = f"{layer}.end"
-        return layer_norm(total, weights[f"{norm}.scale"], weights[f"{norm}.shift"], shape.eps)
+        scale, shift = weights[f"{norm}.scale"], weights[f"{norm}.shift"]
+        return layer_norm(total, scale, shift, shape.eps, is_dependent=dependent)
 
     def many(self, batch: Packed) -> Any:
         """The hidden states of any number of tokens: the products by cuBLAS, and three kernels between them."""
@@ -128,22 +129,27 @@ class Encoder:
         for place in range(shape.layers):
             layer = self._layer(place)
             qkv = torch.addmm(weights[f"{layer}.qkv.bias"], x, weights[f"{layer}.qkv.weight"].T)
-            mixed = attention(qkv, batch.tiles, shape.heads, weights.get("distances"), rows=TILE)
+            mixed = attention(
+                qkv, batch.tiles, shape.heads, weights.get("distances"), rows=TILE, is_dependent=self.is_dependent
+            )
             x = self._normed(torch.mm(mixed, weights[f"{layer}.out.weight"].T), x, f"{layer}.out", f"{layer}.middle")
             inner = torch.mm(x, weights[f"{layer}.up.weight"].T)
-            bias_gelu(inner, weights[f"{layer}.up.bias"], shape.activation)
+            bias_gelu(inner, weights[f"{layer}.up.bias"], shape.activation, is_dependent=self.is_dependent)
             x = self._normed(torch.mm(inner, weights[f"{layer}.down.weight"].T), x, f"{layer}.down", f"{layer}.end")
         return x
 
     def _embed(self, batch: Packed, norm: tuple[Any, Any, float] | None, out: Any | None) -> Any:
         words, places, kinds = (self._weights.get(name) for name in ("words", "places", "kinds"))
-        dependent = self._is_dependent and norm is None
-        return embed(batch.ids, batch.places, batch.kinds, words, places, kinds, norm, out, is_dependent=dependent)
+        return embed(
+            batch.ids, batch.places, batch.kinds, words, places, kinds, norm, out, is_dependent=self.is_dependent
+        )
 
     def _normed(self, product: Any, residual: Any, bias: str, norm: str) -> Any:
         weights = self._weights
         scale, shift = weights[f"{norm}.scale"], weights[f"{norm}.shift"]
-        return layer_norm(product, scale, shift, self.geometry.eps, weights[f"{bias}.bias"], residual)
+        return layer_norm(
+            product, scale, shift, self.geometry.eps, weights[f"{bias}.bias"], residual, is_dependent=self.is_dependent
+        )
 
     def _layer(self, place: int) -> int:
         return 0 if self.geometry.is_shared else place

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hasten.kernels.dependent import launching, let_next_start, wait_for_previous
+
 
 def reference(x: Any, scale: Any, shift: Any, eps: float, bias: Any | None = None, residual: Any | None = None) -> Any:
     total = x.float()
@@ -19,7 +21,15 @@ def reference(x: Any, scale: Any, shift: Any, eps: float, bias: Any | None = Non
 
 
 def layer_norm(
-    x: Any, scale: Any, shift: Any, eps: float, bias: Any | None = None, residual: Any | None = None, out: Any = None
+    x: Any,
+    scale: Any,
+    shift: Any,
+    eps: float,
+    bias: Any | None = None,
+    residual: Any | None = None,
+    out: Any | None = None,
+    *,
+    is_dependent: bool = False,
 ) -> Any:
     """Of x + bias + residual: what a product leaves to be done rides along."""
     rows, width = x.shape
@@ -42,7 +52,9 @@ def layer_norm(
         has_residual=residual is not None,
         block=block,
         per_program=per_program,
+        is_dependent=is_dependent,
         num_warps=4,
+        **launching(is_dependent),
     )
     return out
 
@@ -62,12 +74,18 @@ def _norm(
     has_residual: tl.constexpr,
     block: tl.constexpr,
     per_program: tl.constexpr,
+    is_dependent: tl.constexpr,
 ):
     row = tl.program_id(0) * per_program + tl.arange(0, per_program)
     column = tl.arange(0, block)
     is_column = column < width
     is_inside = (row < rows)[:, None] & is_column[None, :]
     at = row[:, None] * width + column[None, :]
+    scales = tl.load(scale + column, mask=is_column, other=0.0).to(tl.float32)
+    shifts = tl.load(shift + column, mask=is_column, other=0.0).to(tl.float32)
+    if is_dependent:
+        let_next_start()
+        wait_for_previous()
     value = tl.load(x + at, mask=is_inside, other=0.0).to(tl.float32)
     if has_bias:
         value += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
@@ -76,6 +94,4 @@ def _norm(
     mean = tl.sum(value, axis=1) / width
     centred = tl.where(is_inside, value - mean[:, None], 0.0)
     normal = centred * tl.rsqrt(tl.sum(centred * centred, axis=1) / width + eps)[:, None]
-    scales = tl.load(scale + column, mask=is_column, other=0.0).to(tl.float32)
-    shifts = tl.load(shift + column, mask=is_column, other=0.0).to(tl.float32)
     tl.store(out + at, (normal * scales[None, :] + shifts[None, :]).to(out.dtype.element_ty), mask=is_inside)
