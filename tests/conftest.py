@@ -7,13 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import tiny
+
+if TYPE_CHECKING:
+    from hasten.backends import Artifact
+    from hasten.core.report import Bench, Timing
+    from hasten.core.tensors import Shape
 
 # Read by these libraries when they are imported, so set before any test can.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -24,6 +29,7 @@ FOLDERS = ("unit", "contract", "kernels", "e2e")
 ClassifierFactory = Callable[..., Path]
 EmbedderFactory = Callable[..., Path]
 TaggerFactory = Callable[[str], Path]
+QuickBuild = Callable[..., Any]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -161,6 +167,40 @@ def tiny_embedder(tmp_path_factory: pytest.TempPathFactory) -> EmbedderFactory:
 
 
 @pytest.fixture(scope="session")
+def texts_file(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[str, ...]) -> Path:
+    """A handful of texts and pairs: the built-in sample has 400, which fifty builds do not need."""
+    file = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    rows = [{"text": text} for text in corpus] + [{"text": corpus[0], "text_pair": corpus[3]}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="session")
+def quick_build(tmp_path_factory: pytest.TempPathFactory, texts_file: Path) -> QuickBuild:
+    """`hasten.build`, its benchmark answered at once; `speeds` says what each variant would have taken, in ms.
+
+    A real benchmark starts a PyTorch process, ten seconds here. test_build.py runs it where it is the subject.
+    """
+
+    def build(model: Path | str, output: Path | None = None, *, speeds: dict[str, float] | None = None, **options: Any):
+        import hasten
+        from hasten.core.report import Bench, Footprint
+
+        def timed(contenders: Sequence[Artifact], shapes: Sequence[Shape], *_: object, **__: object) -> Bench:
+            names = [artifact.variant.name for artifact in contenders]
+            timings = tuple(_timing(name, shapes[0], (speeds or {}).get(name, 1.0)) for name in names)
+            return Bench(names[0], timings, tuple(Footprint(name, 1.0, 1, 1) for name in names))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hasten.builder.build.bench", timed)
+            target = output or tmp_path_factory.mktemp("bundles") / "bundle"
+            # One thread: handing work this small to a second one takes longer than doing it.
+            return hasten.build(model, target, **({"data": texts_file, "threads": 1} | options))
+
+    return build
+
+
+@pytest.fixture(scope="session")
 def real_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Fine-tuned models by name ("sst2"), assembled once a session from HASTEN_REAL_MODELS."""
     source = _outside("HASTEN_REAL_MODELS", "a directory with assemble.py")
@@ -178,6 +218,23 @@ def real_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 def real_data() -> Path:
     """The directory with sst2_validation.jsonl and its like."""
     return _outside("HASTEN_REAL_DATA", "a directory with sst2_validation.jsonl")
+
+
+def _timing(variant: str, shape: Shape, ms: float) -> Timing:
+    from hasten.core.report import Timing
+    from hasten.core.statistics import Interval
+
+    return Timing(
+        variant=variant,
+        shape=shape,
+        samples=1,
+        p50_ms=ms,
+        p90_ms=ms,
+        p99_ms=None,
+        sentences_per_s=shape.batch * 1e3 / ms,
+        speedup=Interval(1.0, 1.0, 1.0),
+        round_medians_ms=(ms,),
+    )
 
 
 def _outside(variable: str, what: str) -> Path:

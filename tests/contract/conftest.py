@@ -1,24 +1,19 @@
-"""Short ways to what the contract tests start from: a loaded model, its graphs, a bundle without the benchmark."""
+"""Short ways to what the contract tests start from: a loaded model, its graphs, bundles to operate on."""
 
 from __future__ import annotations
 
-import json
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hasten.backends import Artifact, Dialect
+from hasten.backends import Dialect
 from hasten.bundle import Bundle
-from hasten.core.report import Bench, Footprint, Timing
-from hasten.core.statistics import Interval
-from hasten.core.tensors import Shape
 
 Loader = Callable[..., Any]
-QuickBuild = Callable[..., Bundle]
 
 
 @pytest.fixture(scope="session")
@@ -49,39 +44,6 @@ def make_graphs() -> Callable[..., dict[Dialect, Path]]:
         return apply_passes(graph, folder, loaded.config, external_data=external_data).by_dialect()
 
     return make
-
-
-@pytest.fixture(scope="session")
-def texts_file(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[str, ...]) -> Path:
-    """A handful of texts and pairs: the built-in sample has 400, which fifty builds do not need."""
-    file = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    rows = [{"text": text} for text in corpus] + [{"text": corpus[0], "text_pair": corpus[3]}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return file
-
-
-@pytest.fixture(scope="session")
-def quick_build(tmp_path_factory: pytest.TempPathFactory, texts_file: Path) -> QuickBuild:
-    """`hasten.build`, its benchmark answered at once; `speeds` says what each variant would have taken, in ms.
-
-    A real benchmark starts a PyTorch process, ten seconds here. test_build.py runs it where it is the subject.
-    """
-
-    def build(model: Path | str, output: Path | None = None, *, speeds: dict[str, float] | None = None, **options: Any):
-        import hasten
-
-        def timed(contenders: Sequence[Artifact], shapes: Sequence[Shape], *_: object, **__: object) -> Bench:
-            names = [artifact.variant.name for artifact in contenders]
-            timings = tuple(_timing(name, shapes[0], (speeds or {}).get(name, 1.0)) for name in names)
-            return Bench(names[0], timings, tuple(Footprint(name, 1.0, 1, 1) for name in names))
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hasten.builder.build.bench", timed)
-            target = output or tmp_path_factory.mktemp("bundles") / "bundle"
-            # One thread: handing work this small to a second one takes longer than doing it.
-            return hasten.build(model, target, **({"data": texts_file, "threads": 1} | options))
-
-    return build
 
 
 @pytest.fixture(scope="session")
@@ -129,17 +91,3 @@ def no_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     yield place / "bundle"
     assert list(place.iterdir()) == []
     assert list(temporary.iterdir()) == []
-
-
-def _timing(variant: str, shape: Shape, ms: float) -> Timing:
-    return Timing(
-        variant=variant,
-        shape=shape,
-        samples=1,
-        p50_ms=ms,
-        p90_ms=ms,
-        p99_ms=None,
-        sentences_per_s=shape.batch * 1e3 / ms,
-        speedup=Interval(1.0, 1.0, 1.0),
-        round_medians_ms=(ms,),
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,9 @@ import pytest
 import hasten
 import tritonserver
 from hasten.bundle import Bundle
+from hasten.deploy.tritonserver.program import TritonServer
 from serving import Server
-from tritonserver import Tensor, TritonServer
+from tritonserver import Tensor
 from tritonserver.requests import BAD, CALLED, CALLED_DIFFERENT, DIFFERENT, GOOD, LENGTH, Answered
 
 pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
@@ -33,7 +33,7 @@ def bundle(tiny_classifier: Any, tmp_path_factory: pytest.TempPathFactory) -> Bu
 def theirs(
     bundle: Bundle, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
-    given = os.environ.get("HASTEN_TRITON_ENV")
+    program = tritonserver.find_program(pytestconfig)
     place = tmp_path_factory.mktemp("tritonserver")
     about = {
         "graph": str(bundle.path / "graph" / "model.onnx"),
@@ -44,15 +44,8 @@ def theirs(
     ids = [Tensor(name, "INT64", [-1, -1]) for name in ("input_ids", "attention_mask")]
     tritonserver.add_model(place / "models", "classifier", [Tensor("text", "STRING", [-1])], [logits, answer], about)
     tritonserver.add_model(place / "models", "tokens", ids, [logits], about)
-    try:
-        installed = tritonserver.Installed.at(
-            Path(given) if given else pytestconfig.cache.mkdir("tritonserver") / "environment"
-        )
-        started = TritonServer(installed, place / "models", place)
-    except tritonserver.NotHereError as error:
-        pytest.skip(str(error))
-    yield started
-    started.stop()
+    with TritonServer(program, place / "models", place) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")

@@ -184,6 +184,13 @@ def unpad(outputs: Mapping[str, FloatArray], batch: Batch, signature: Signature)
     return {name: value[mask] if name in per_token else value for name, value in outputs.items()}
 
 
+def repad(output: FloatArray, lengths: IntArray, width: int, pads_left: bool = False) -> FloatArray:
+    """An output per token as (rows, width, …) again, zeros where there is no token."""
+    whole = np.zeros((len(lengths), width, *output.shape[1:]), output.dtype)
+    whole[real_positions(lengths, width, pads_left)] = output
+    return whole
+
+
 def real_positions(lengths: IntArray, width: int, pads_left: bool = False) -> BoolArray:
     mask: BoolArray = np.arange(width) < lengths[:, None]
     return mask[:, ::-1] if pads_left else mask

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from hasten.core.errors import HastenError, InputError, PlanError, TooLargeError
-from hasten.core.tensors import ATTENTION_MASK, BATCH, Batch, Outputs, TensorSpec, real_positions
+from hasten.core.tensors import ATTENTION_MASK, BATCH, Batch, Outputs, TensorSpec, real_positions, repad
 from hasten.server.engine import Measured
 from hasten.server.exchange import plain
 from hasten.server.served import Served
@@ -304,10 +304,7 @@ def _rectangle(output: Tensor, spec: TensorSpec, batch: Batch, pads_left: bool) 
     """An output per token as (rows, tokens, …), zeros where there is no token; any other as it is."""
     if not spec.is_per_token:
         return np.ascontiguousarray(output)
-    width = int(batch.lengths.max())
-    whole = np.zeros((len(batch), width, *output.shape[1:]), output.dtype)
-    whole[real_positions(batch.lengths, width, pads_left)] = output
-    return whole
+    return repad(output, batch.lengths, int(batch.lengths.max()), pads_left)
 
 
 def _shape(spec: TensorSpec) -> list[int]:

@@ -1,0 +1,103 @@
+"""What the models here share: what they were told when they were written, and how requests are answered together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hasten.core.errors import HastenError, InputError
+from hasten.core.tensors import DType, Signature, TensorSpec
+from hasten.core.tokenizer import Tokenizer, TokenizerSpec
+
+ABOUT = "about.json"
+TOKENIZER = "tokenizer.json"
+
+Tensors = Mapping[str, npt.NDArray[Any]]
+Read = TypeVar("Read")
+
+
+@cache
+def server() -> Any:
+    """What tritonserver puts on the path of its stub."""
+    return import_module("triton_python_backend_utils")
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Read without msgspec: the tokenizer's image needs nothing but tokenizers and NumPy."""
+
+    folder: Path
+    about: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, args: Mapping[str, str]) -> Told:
+        folder = Path(args["model_repository"]) / args["model_version"]
+        return cls(folder, json.loads((folder / ABOUT).read_text(encoding="utf-8")))
+
+    @property
+    def signature(self) -> Signature:
+        raw = self.about["signature"]
+        inputs, outputs = (
+            tuple(
+                TensorSpec(one["name"], DType(one["dtype"]), tuple(one["shape"]), one["pad"]) for one in raw[side]
+            )
+            for side in ("inputs", "outputs")
+        )
+        return Signature(**{**raw, "inputs": inputs, "outputs": outputs})
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        raw = self.about["tokenizer"]
+        return Tokenizer.open(self.folder / TOKENIZER, TokenizerSpec(**{**raw, "inputs": tuple(raw["inputs"])}))
+
+
+def answered(
+    requests: Sequence[Any],
+    read: Callable[[Any], Read],
+    answer: Callable[[list[Read]], Iterable[Tensors]],
+) -> list[Any]:
+    """Responses in the order of the requests: what can be read is answered together, what cannot is refused alone."""
+    found: list[Read | HastenError] = []
+    for request in requests:
+        try:
+            found.append(read(request))
+        except HastenError as error:
+            found.append(error)
+    good = [one for one in found if not isinstance(one, HastenError)]
+    answers = iter(answer(good) if good else ())
+    return [
+        _refusal(one) if isinstance(one, HastenError) else _response(request, next(answers))
+        for request, one in zip(requests, found, strict=True)
+    ]
+
+
+def strings(request: Any, name: str) -> list[str] | None:
+    """Of an input; nothing where a request leaves it out."""
+    tensor = server().get_input_tensor_by_name(request, name)
+    if tensor is None:
+        return None
+    try:
+        return [str(text, "utf-8") for text in tensor.as_numpy().reshape(-1)]
+    except UnicodeDecodeError as error:
+        raise InputError(f"input '{name}' is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _response(request: Any, tensors: Tensors) -> Any:
+    wanted = request.requested_output_names()
+    found = [
+        server().Tensor(name, np.ascontiguousarray(value)) for name, value in tensors.items() if name in wanted
+    ]
+    return server().InferenceResponse(output_tensors=found)
+
+
+def _refusal(error: HastenError) -> Any:
+    kind = server().TritonError
+    return server().InferenceResponse(error=kind(str(error), kind.INVALID_ARG))

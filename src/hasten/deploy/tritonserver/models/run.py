@@ -1,0 +1,72 @@
+"""The model itself, run by hasten's own session: ONNX Runtime or OpenVINO, all requests that wait in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hasten.backends import BACKENDS, Artifact, RunOptions
+from hasten.core.batching import by_length
+from hasten.core.errors import InputError
+from hasten.core.hardware import usable_cores
+from hasten.core.tensors import ATTENTION_MASK, Batch, gather, real_positions, repad
+from hasten.core.variant import Variant
+from hasten.deploy.tritonserver.models.request import Tensors, Told, answered, server
+
+VARIANT = "variant"
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Of one request, without padding, and how wide they came."""
+
+    batch: Batch
+    width: int
+
+
+class TritonPythonModel:
+    def initialize(self, args: Mapping[str, str]) -> None:
+        told = Told.read(args)
+        about, self._signature = told.about, told.signature
+        variant = Variant.parse(about["variant"])
+        artifact = Artifact(variant, self._signature, told.folder / VARIANT, about["graphs"])
+        threads = about["threads"] or max(1, usable_cores() // about["instances"])
+        self._session = BACKENDS.get(variant.backend).open(artifact, RunOptions(threads))
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        return answered(requests, self._rows, self._outputs)
+
+    def finalize(self) -> None:
+        self._session.close()
+
+    def _rows(self, request: Any) -> _Rows:
+        given = {
+            spec.name: server().get_input_tensor_by_name(request, spec.name).as_numpy()
+            for spec in self._signature.inputs
+        }
+        rows, width = given["input_ids"].shape
+        mask = given.pop(ATTENTION_MASK, np.ones((rows, width))) != 0
+        lengths = mask.sum(axis=1).astype(np.int32)
+        if not lengths.all() or not np.array_equal(mask, real_positions(lengths, width, self._signature.pads_left)):
+            raise InputError("attention_mask must be ones, then zeros, with at least one 1 in each row")
+        return _Rows(Batch({name: value[mask].astype(np.int32) for name, value in given.items()}, lengths), width)
+
+    def _outputs(self, asked: list[_Rows]) -> Iterator[Tensors]:
+        signature = self._signature
+        whole = Batch.concatenate([rows.batch for rows in asked])
+        parts = [(rows, self._session.run(whole.take(rows))) for rows in by_length(whole.lengths)]
+        outputs = gather(parts, whole, signature)
+        starts = dict.fromkeys(outputs, 0)
+        for rows in asked:
+            own: dict[str, Any] = {}
+            for spec in signature.outputs:
+                count = int(signature.counts(spec, rows.batch).sum())
+                value = outputs[spec.name][starts[spec.name] : starts[spec.name] + count]
+                starts[spec.name] += count
+                if spec.is_per_token:
+                    value = repad(value, rows.batch.lengths, rows.width, signature.pads_left)
+                own[spec.name] = value.astype(spec.dtype.value, copy=False)
+            yield own

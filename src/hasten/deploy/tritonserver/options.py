@@ -1,0 +1,130 @@
+"""What is asked of a repository, and which of a bundle's variants can fulfil it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from hasten.backends import Artifact
+from hasten.bundle import Bundle
+from hasten.core.errors import PlanError, UnsupportedError
+from hasten.core.variant import CPU, Precision
+from hasten.deploy.tritonserver.pbtxt import Tensor
+
+CUDA = "cuda"
+DEVICES = (CPU, CUDA)
+# Stricter than tritonserver: names are also parts of addresses, paths and file names of other tools.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+
+
+class Runtime(StrEnum):
+    """Who runs the model: the server's own backend for ONNX Runtime, or its Python backend."""
+
+    NATIVE = "native"
+    PYTHON = "python"
+
+
+# The backends of hasten whose variants each of them runs.
+_RUNS = {Runtime.NATIVE: ("onnxruntime", "graph"), Runtime.PYTHON: ("onnxruntime", "graph", "openvino")}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    name: str = "transformer"
+    runtime: Runtime = Runtime.NATIVE
+    # The fastest that the runtime can run, where none is named.
+    variant: str | None = None
+    # Sessions beside each other, and threads of each; the cores are shared out.
+    instances: int = 1
+    threads: int | None = None
+    # cpu or cuda; without one the server decides.
+    device: str | None = None
+    # Whether the server may answer again what it has answered; it must be started with a cache, too.
+    cache: bool = False
+    # How long a request waits for others; without it as the benchmark suggests.
+    max_delay_us: int | None = None
+    # Texts of shape [n], as transformer-deploy's clients send them, instead of [n, 1]: they are tokenized one request
+    # at a time then, and run together where they are equally long.
+    is_flat: bool = False
+    # What the inference model calls its one output, where not by its own name.
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise PlanError(
+                f"'{self.name}' is no name for a model in tritonserver",
+                hint="up to 100 letters, digits, '_', '-' and '.', a letter or a digit first",
+            )
+        for flag, value, least in (
+            ("--instances", self.instances, 1),
+            ("--threads", self.threads, 1),
+            ("--max-delay-us", self.max_delay_us, 0),
+        ):
+            if value is not None and value < least:
+                raise PlanError(f"{flag} {value} is less than {least}")
+        if self.device is not None and self.device not in DEVICES:
+            raise PlanError(f"unknown device '{self.device}'", hint=f"known: {', '.join(DEVICES)}")
+        if self.device == CUDA and self.runtime is Runtime.PYTHON:
+            raise UnsupportedError("--runtime python runs on the CPU, not on 'cuda'", hint="leave --runtime out")
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """What was written: the models by name, and what the one that is asked takes and gives."""
+
+    directory: Path
+    runtime: Runtime
+    variant: str
+    model: str
+    # None where the inference model tokenizes by itself.
+    tokenize: str | None
+    inference: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    # Whether they are the model's own tensors, or answers in JSON.
+    is_raw: bool
+    # The inputs of the model itself.
+    tokens: tuple[str, ...]
+    # The most rows of one request; 0 where tensors come without an axis of the batch.
+    max_rows: int
+    # What the server's Python must have beside NumPy.
+    packages: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.model, self.tokenize, self.inference) if name is not None)
+
+
+def choose(bundle: Bundle, options: Options) -> Artifact:
+    """The variant that was asked for or, in order of speed, the first that can run there; at last the graph."""
+    if options.variant is not None:
+        entry = bundle.entry(options.variant)
+        reason = _why_not(entry.backend, entry.precision, options)
+        if reason is not None:
+            others = [
+                other.name
+                for other in bundle.manifest.variants
+                if _why_not(other.backend, other.precision, options) is None
+            ]
+            hint = f"of this bundle it runs {', '.join(others)}" if others else "without --variant it runs the graph"
+            raise UnsupportedError(f"{entry.name} does not run there: {reason}", hint=hint)
+        return bundle.artifact(entry)
+    for entry in bundle.manifest.variants:
+        if _why_not(entry.backend, entry.precision, options) is None:
+            return bundle.artifact(entry)
+    graph = bundle.graph()
+    if (reason := _why_not(graph.variant.backend, graph.variant.precision, options)) is not None:
+        raise UnsupportedError(f"nothing of this bundle runs there: {reason}")
+    return graph
+
+
+def _why_not(backend: str, precision: Precision, options: Options) -> str | None:
+    if backend not in _RUNS[options.runtime]:
+        runs = _RUNS[Runtime.PYTHON]
+        also = ", with --runtime python it does" if options.runtime is Runtime.NATIVE and backend in runs else ""
+        return f"--runtime {options.runtime} does not run {backend}{also}"
+    if options.device == CUDA and precision in (Precision.INT8, Precision.INT4):
+        return f"its {precision} operators are for processors"
+    return None

@@ -1,0 +1,301 @@
+"""The directories of the models: a configuration each, and what runs it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from hasten.backends import MODEL, Artifact
+from hasten.bundle import Bundle
+from hasten.bundle.read import TOKENIZER
+from hasten.core.errors import StageError, UnsupportedError, translate_os_errors
+from hasten.core.tensors import ATTENTION_MASK, Signature, TensorSpec
+from hasten.core.variant import CPU
+from hasten.deploy.tritonserver import configs
+from hasten.deploy.tritonserver.batching import Batching, batching
+from hasten.deploy.tritonserver.models.answer import OPTIONS
+from hasten.deploy.tritonserver.models.request import ABOUT
+from hasten.deploy.tritonserver.models.request import TOKENIZER as TOKENIZER_FILE
+from hasten.deploy.tritonserver.options import Options, Repository, Runtime, choose
+from hasten.deploy.tritonserver.pbtxt import Message, Tensor, Value, to_text
+from hasten.deploy.tritonserver.shipping import is_ours, ship
+from hasten.tasks import TASKS, AnyTask, TaskSpec
+
+ANSWER = "ANSWER"
+_VERSION = "1"
+_LABELS = "labels.txt"
+# What a model is called after, by the backend of its variant.
+_WORDS = {"onnxruntime": "onnx", "graph": "onnx", "openvino": "openvino"}
+# Tasks whose answer is what the model gives, as it gives it: a row for each text.
+_RAW = ("text-classification", "sentence-similarity", "feature-extraction")
+_CLASSES = "text-classification"
+_MODEL_PY = '''"""Written by hasten: the code is in the folder beside it."""
+
+import sys
+from pathlib import Path
+
+# First: whatever is installed in the image, this is the version that the repository was written with.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from hasten.deploy.tritonserver.models.{module} import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+'''
+
+
+def write_models(bundle: Bundle, directory: Path, options: Options) -> Repository:
+    """Fill a directory that is there with the directories of the models."""
+    task = f"hasten.tasks.{bundle.manifest.task.name.replace('-', '_')}"
+    if not is_ours(task):
+        raise UnsupportedError(
+            f"the task '{bundle.manifest.task.name}' is another package's, and its code cannot be shipped"
+        )
+    artifact = choose(bundle, options)
+    with translate_os_errors(f"writing {directory}"):
+        return _Writer(bundle, directory, options, artifact).write()
+
+
+@dataclass(frozen=True)
+class _Writer:
+    bundle: Bundle
+    directory: Path
+    options: Options
+    artifact: Artifact
+
+    def write(self) -> Repository:
+        self._write_model()
+        if self.is_ensemble:
+            self._write_tokenize()
+            self._write_ensemble()
+        else:
+            self._write_answer()
+        return Repository(
+            directory=self.directory,
+            runtime=self.options.runtime,
+            variant=self.artifact.variant.name,
+            model=self.name("model"),
+            tokenize=self.name("tokenize") if self.is_ensemble else None,
+            inference=self.name("inference"),
+            inputs=self.texts,
+            outputs=self.answers,
+            is_raw=self.is_raw,
+            tokens=tuple(spec.name for spec in self.taken),
+            max_rows=self.max_texts,
+            packages=self.packages,
+        )
+
+    def name(self, part: str) -> str:
+        return f"{self.options.name}_{_WORDS[self.artifact.variant.backend]}_{part}"
+
+    @property
+    def signature(self) -> Signature:
+        return self.artifact.signature
+
+    @property
+    def spec(self) -> TaskSpec:
+        return self.bundle.manifest.task
+
+    @property
+    def task(self) -> AnyTask:
+        return TASKS.get(self.spec.name)
+
+    @property
+    def is_python(self) -> bool:
+        return self.options.runtime is Runtime.PYTHON
+
+    @property
+    def is_raw(self) -> bool:
+        return self.spec.name in _RAW
+
+    @property
+    def is_ensemble(self) -> bool:
+        """What sees padding cannot be padded by the tokenizer: rows of one length must be found first."""
+        return self.is_raw and self.signature.ignores_padding
+
+    @property
+    def has_batch(self) -> bool:
+        return configs.is_batched(self.signature)
+
+    @cached_property
+    def batching(self) -> Batching:
+        return batching(self.bundle.report, self.artifact.variant.name, self.options.max_delay_us)
+
+    @property
+    def max_texts(self) -> int:
+        """Of a request."""
+        return 0 if self.options.is_flat else self.batching.max_rows
+
+    @cached_property
+    def taken(self) -> tuple[TensorSpec, ...]:
+        """What the graph takes, which may be less than the manifest says; a session of ours leaves the rest out."""
+        if self.is_python:
+            return self.signature.inputs
+        import onnxruntime
+
+        settings = onnxruntime.SessionOptions()
+        settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        try:
+            path = str(self.artifact.path(MODEL))
+            session = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
+        except Exception as error:  # the binding raises its own unrelated classes
+            raise StageError(f"ONNX Runtime cannot load {self.artifact.variant}: {error}") from error
+        names = {entry.name for entry in session.get_inputs()}
+        return tuple(spec for spec in self.signature.inputs if spec.name in names)
+
+    @property
+    def fields(self) -> dict[str, bool]:
+        """What an item consists of, and whether it may be left out."""
+        if self.task.fields == ("text",):
+            return {"text": False, **({"text_pair": True} if self.task.takes_pairs and self.is_raw else {})}
+        # Of several scores for a document no ranking can be made: such a model is asked about pairs.
+        names = ("text", "text_pair") if self.spec.name == "text-ranking" and len(self.spec.labels) > 1 else None
+        return dict.fromkeys(names or self.task.fields, False)
+
+    @property
+    def texts(self) -> tuple[Tensor, ...]:
+        """What is asked: strings, one for each item, lists among them as JSON."""
+        dims = (-1,) if self.options.is_flat else (1,)
+        fields = self.fields if self.is_ensemble else {**self.fields, OPTIONS: True}
+        return tuple(Tensor(name.upper(), "BYTES", dims, is_optional) for name, is_optional in fields.items())
+
+    @property
+    def answers(self) -> tuple[Tensor, ...]:
+        """The tensors of the model, with the mask that tells its tokens from padding; or JSON."""
+        has_batch = not self.options.is_flat
+        if not self.is_raw:
+            return (Tensor(self.options.output or ANSWER, "BYTES", (1,) if has_batch else (-1,)),)
+        specs = list(self.signature.outputs)
+        if any(spec.is_per_token for spec in specs):
+            specs += [spec for spec in self.signature.inputs if spec.name == ATTENTION_MASK]
+        first, *others = (configs.tensor(spec, has_batch=has_batch) for spec in specs)
+        first = replace(first, name=self.options.output or first.name, labels=self.labels)
+        return (first, *others)
+
+    @property
+    def labels(self) -> str:
+        return _LABELS if self.spec.name == _CLASSES else ""
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Of the versions that the bundle was built with, where it says so."""
+        names = ["tokenizers", *([] if self.is_ensemble else ["msgspec"])]
+        if self.is_python:
+            names.append("openvino" if self.artifact.variant.backend == "openvino" else "onnxruntime")
+        built = self.bundle.manifest.machine.libraries
+        return tuple(f"{name}=={built[name]}" if name in built else name for name in names)
+
+    @property
+    def around(self) -> dict[str, Value]:
+        """What the models beside the graph have in common: Python, on the CPU, many requests at a time."""
+        device = CPU if self.options.device is not None else None
+        return {
+            "backend": "python",
+            "instance_group": configs.instances(self.options.instances, device),
+            **({"dynamic_batching": self.batching.to_message()} if self.max_texts else {}),
+        }
+
+    @property
+    def cached(self) -> dict[str, Value]:
+        return {"response_cache": {"enable": True}} if self.options.cache else {}
+
+    def _write_model(self) -> None:
+        options, signature, artifact, has_batch = self.options, self.signature, self.artifact, self.has_batch
+        samples, files = configs.warmup(self.bundle.report.plan.shapes, signature, self.taken)
+        rest: dict[str, Value] = {
+            **({"backend": "python"} if self.is_python else {"platform": "onnxruntime_onnx"}),
+            "instance_group": configs.instances(options.instances, options.device),
+            **({"dynamic_batching": self.batching.to_message()} if has_batch else {}),
+            "model_warmup": samples,
+        }
+        if not self.is_python:
+            rest["default_model_filename"] = artifact.graphs[MODEL]
+            if options.threads is not None:
+                rest["parameters"] = [{"key": "intra_op_thread_count", "value": {"string_value": str(options.threads)}}]
+        message = configs.model(
+            self.name("model"),
+            [configs.tensor(spec, has_batch=has_batch, is_ragged=self.is_python and has_batch) for spec in self.taken],
+            [configs.tensor(spec, has_batch=has_batch, labels=self.labels) for spec in signature.outputs],
+            self.batching.max_rows if has_batch else 0,
+            rest,
+        )
+        folder = self._begin(message)
+        (folder.parent / "warmup").mkdir()
+        for name, content in files.items():
+            (folder.parent / "warmup" / name).write_bytes(content)
+        where = folder / "variant" if self.is_python else folder
+        where.mkdir(exist_ok=True)
+        for file in artifact.directory.iterdir():
+            if file.is_file():
+                shutil.copyfile(file, where / file.name)
+        if self.is_python:
+            about = {
+                "variant": artifact.variant.name,
+                "graphs": dict(artifact.graphs),
+                "instances": options.instances,
+                "threads": options.threads,
+            }
+            self._write_code(folder, "run", about, [f"hasten.backends.{artifact.variant.backend}"])
+
+    def _write_tokenize(self) -> None:
+        has_batch = not self.options.is_flat
+        tokens = [configs.tensor(spec, has_batch=has_batch) for spec in self.taken]
+        folder = self._begin(configs.model(self.name("tokenize"), self.texts, tokens, self.max_texts, self.around))
+        self._copy_tokenizer(folder)
+        # Only tasks that put something before a text have such an option.
+        prompt = getattr(self.task.options(self.spec, {}), "prompt", "")
+        self._write_code(folder, "tokenize", {"tokenizer": self.bundle.manifest.tokenizer, "prompt": prompt}, [])
+
+    def _write_ensemble(self) -> None:
+        tokens = {spec.name: spec.name for spec in self.taken}
+        texts = {text.name: text.name for text in self.texts}
+        given = {
+            spec.name: answer.name for spec, answer in zip(self.signature.outputs, self.answers, strict=False)
+        }
+        steps = [(self.name("tokenize"), texts, tokens), (self.name("model"), tokens, given)]
+        rest = {**configs.ensemble(steps), **self.cached}
+        self._begin(configs.model(self.name("inference"), self.texts, self.answers, self.max_texts, rest))
+
+    def _write_answer(self) -> None:
+        rest = {**self.around, **self.cached}
+        folder = self._begin(configs.model(self.name("inference"), self.texts, self.answers, self.max_texts, rest))
+        self._copy_tokenizer(folder)
+        about = {
+            "tokenizer": self.bundle.manifest.tokenizer,
+            "task": self.spec,
+            "model": self.name("model"),
+            "inputs": [spec.name for spec in self.taken],
+            "outputs": [answer.name for answer in self.answers],
+            "fields": list(self.fields),
+            "max_rows": self.batching.max_rows,
+            "is_raw": self.is_raw,
+            "is_flat": self.options.is_flat,
+        }
+        self._write_code(folder, "answer", about, [f"hasten.tasks.{self.spec.name.replace('-', '_')}"])
+
+    def _begin(self, message: Message) -> Path:
+        """The directory of a model with its configuration; the folder of its one version is returned."""
+        place = self.directory / str(message["name"])
+        folder = place / _VERSION
+        folder.mkdir(parents=True)
+        # Git and archives lose a folder that is empty, as an ensemble's is, and the server wants it.
+        (folder / ".keep").touch()
+        (place / "config.pbtxt").write_text(to_text(message), encoding="utf-8")
+        if f'"{_LABELS}"' in to_text(message):
+            names = [" ".join(label.split()) for label in self.spec.labels]
+            (place / _LABELS).write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+        return folder
+
+    def _copy_tokenizer(self, folder: Path) -> None:
+        self.bundle.tokenizer()  # its hash is checked, and that it opens
+        shutil.copyfile(self.bundle.path / TOKENIZER, folder / TOKENIZER_FILE)
+
+    def _write_code(self, folder: Path, module: str, about: Mapping[str, object], modules: Sequence[str]) -> None:
+        (folder / "model.py").write_text(_MODEL_PY.format(module=module), encoding="utf-8")
+        content = msgspec.json.encode({"signature": self.signature, **about})
+        (folder / ABOUT).write_bytes(msgspec.json.format(content, indent=1))
+        ship([f"hasten.deploy.tritonserver.models.{module}", *modules], folder)

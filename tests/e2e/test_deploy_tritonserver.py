@@ -1,0 +1,421 @@
+"""Model repositories on NVIDIA's own tritonserver: every task loads, answers as in process, and shares executions."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hasten
+import tritonserver
+from hasten.bundle import Bundle
+from hasten.cli import main
+from hasten.core.errors import StageError
+from hasten.deploy.tritonserver import Options, Repository, Runtime, write_models, write_repository
+from hasten.deploy.tritonserver.check import are_alike
+from hasten.deploy.tritonserver.client import Client
+from hasten.deploy.tritonserver.program import Program, TritonServer
+
+pytest.importorskip("httptools", reason="--check puts load with hasten[serve]")
+
+TOLERANCE = 1e-5
+CLIENTS = 32
+# The release of PyPI's tritonserver, 2.51, comes in NVIDIA's images with this ONNX Runtime.
+THEIR_ONNXRUNTIME = "1.19.2"
+LONG = "the cat sat on the mat and a dog ran across the green field " * 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model, how it is built, and what it is asked."""
+
+    model: Callable[[Any], Path]
+    items: Sequence[Any]
+    # Rows to build with; without them the texts that all tests share.
+    rows: Sequence[Mapping[str, Any]] = ()
+    build: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    variant: str = "onnxruntime-fp32"
+
+
+TEXTS = ["the cat sat on the mat", "rain", LONG, "Ein Übergröße-Test, 42 €"]
+PAIRS = [{"text": "old books", "text_pair": "the sea"}, {"text": LONG, "text_pair": "a wonderful film"}]
+QUESTIONS = [
+    {"question": "where is the cat?", "context": "the cat sat on the mat and looked at the rain"},
+    {"question": "what ran?", "context": LONG},
+]
+CHOICES = [
+    {"prompt": "the cat", "choices": ["sat on the mat", "ran across the green field", "rain"]},
+    {"prompt": LONG, "choices": ["a dog", "the sea"]},
+]
+QUERIES = [
+    {"query": "a cat", "documents": ["the cat sat on the mat", "a dog ran", "rain"]},
+    {"query": "the sea", "documents": ["old books"]},
+]
+LABELS = [
+    {"text": "the cat sat", "candidate_labels": ["rain", "a dog", "the sea"]},
+    {"text": LONG, "candidate_labels": ["books", "films"]},
+]
+MASKED = [{"text": "the [MASK] sat"}, {"text": "a dog [MASK] after the [MASK] ball"}]
+ENTAILMENT = ("contradiction", "neutral", "entailment")
+
+CASES = {
+    "text-classification": Case(lambda get: get("tiny_classifier")("bert"), [*TEXTS, *PAIRS]),
+    "sentence-similarity": Case(
+        lambda get: get("tiny_embedder")(prompts={"query": "a query: "}, default_prompt_name="query"), TEXTS
+    ),
+    "feature-extraction": Case(lambda get: get("tiny_model")("roberta", "Model"), [*TEXTS, *PAIRS]),
+    "token-classification": Case(
+        lambda get: get("tiny_tagger")("roberta"),
+        TEXTS,
+        options={"aggregation_strategy": "simple"},
+        variant="openvino-fp32",
+    ),
+    "question-answering": Case(
+        lambda get: get("tiny_model")("bert", "ForQuestionAnswering"), QUESTIONS, QUESTIONS, options={"top_k": 3}
+    ),
+    "fill-mask": Case(
+        lambda get: get("tiny_model")("bert", "ForMaskedLM"), [one["text"] for one in MASKED], MASKED,
+        options={"top_k": 2, "targets": ["cat", "dog", "rain"]},
+    ),
+    "multiple-choice": Case(
+        lambda get: get("tiny_model")("bert", "ForMultipleChoice"), CHOICES, CHOICES, options={"top_k": None}
+    ),
+    "zero-shot-classification": Case(
+        lambda get: get("tiny_classifier")("bert", labels=ENTAILMENT), LABELS, LABELS,
+        build={"task": "zero-shot-classification"}, options={"multi_label": True},
+    ),
+    "text-ranking": Case(
+        lambda get: get("tiny_classifier")("bert", labels=("score",)), QUERIES, QUERIES,
+        build={"task": "text-ranking"}, options={"return_documents": True},
+    ),
+    # Its convolutions see padding: rows of one length run together, and no other.
+    "sees padding": Case(lambda get: get("tiny_classifier")("convbert"), [*TEXTS, *PAIRS]),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Deployed:
+    bundles: Mapping[str, Bundle]
+    repositories: Mapping[str, Repository]
+    server: TritonServer
+
+
+def named(case: str) -> str:
+    return case.replace("-", "_").replace(" ", "_")
+
+
+@pytest.fixture(scope="module")
+def bundles(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
+    quick_build, folder = request.getfixturevalue("quick_build"), tmp_path_factory.mktemp("rows")
+    found = {}
+    for name, case in CASES.items():
+        about = dict(case.build)
+        if case.rows:
+            about["data"] = folder / f"{named(name)}.jsonl"
+            about["data"].write_text("".join(json.dumps(row) + "\n" for row in case.rows), encoding="utf-8")
+        model = case.model(request.getfixturevalue)
+        found[name] = quick_build(model, variants=[case.variant], batch_size=(1, 4, 16), **about)
+    return found
+
+
+@pytest.fixture(scope="module")
+def program(pytestconfig: pytest.Config) -> Program:
+    return tritonserver.find_program(pytestconfig, ["msgspec", "openvino"])
+
+
+@pytest.fixture(scope="module")
+def deployed(
+    bundles: dict[str, Bundle], program: Program, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployed]:
+    """All of them in one server."""
+    place = tmp_path_factory.mktemp("deployed")
+    (place / "models").mkdir()
+    written = {
+        name: write_models(
+            bundle,
+            place / "models",
+            Options(name=named(name), runtime=Runtime.PYTHON, cache=name in CACHED, threads=1),
+        )
+        for name, bundle in bundles.items()
+    }
+    words = ["--cache-config=local,size=1048576"]
+    with TritonServer(program, place / "models", place, words=words, timeout_s=300) as server:
+        yield Deployed(bundles, written, server)
+
+
+CACHED = ("sentence-similarity", "multiple-choice")
+
+
+def fields(items: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
+    rows = [item if isinstance(item, dict) else {"text": item} for item in items]
+    return {
+        name.upper(): np.array(
+            [[row[name] if isinstance(row[name], str) else json.dumps(row[name])] for row in rows], object
+        )
+        for name in rows[0]
+    }
+
+
+def ask(client: Client, written: Repository, items: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
+    """Of items with the same fields: the tensors of a raw model, or answers."""
+    inputs = fields(items)
+    if options:
+        inputs["OPTIONS"] = np.array([[json.dumps(options)]] * len(items), object)
+    found = client.infer(written.inference, inputs, [output.name for output in written.outputs])
+    if written.is_raw:
+        return found
+    return [json.loads(answer) for answer in found[written.outputs[0].name].reshape(-1)]
+
+
+def groups(items: Sequence[Any]) -> list[list[Any]]:
+    """Items that can be asked in one request: texts with texts, pairs with pairs."""
+    single = [item for item in items if not (isinstance(item, dict) and "text_pair" in item)]
+    return [group for group in (single, [item for item in items if item not in single]) if group]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_task_answers_as_in_process(deployed: Deployed, name: str) -> None:
+    case, written = CASES[name], deployed.repositories[name]
+    with hasten.load(deployed.bundles[name].path, threads=1) as here, Client(deployed.server.url) as client:
+        assert {client.index()[model][0] for model in written.names} == {"READY"}
+        for items in groups(case.items):
+            answer = ask(client, written, items)
+            if not written.is_raw:
+                assert are_alike(answer, plain(here(items)), TOLERANCE), (answer, here(items))
+                continue
+            encoded = here.encode(items)
+            for spec in here.session.spec.signature.outputs:
+                expected, found = here.outputs(encoded)[spec.name], answer[spec.name]
+                if spec.is_per_token:
+                    found = found[answer["attention_mask"] != 0]
+                np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.options])
+def test_options(deployed: Deployed, name: str) -> None:
+    case, written = CASES[name], deployed.repositories[name]
+    with hasten.load(deployed.bundles[name].path, threads=1) as here, Client(deployed.server.url) as client:
+        expected = plain(here(list(case.items), **case.options))
+        assert are_alike(ask(client, written, case.items, case.options), expected, TOLERANCE)
+        assert expected != plain(here(list(case.items)))
+
+
+def plain(answers: Any) -> Any:
+    return json.loads(json.dumps(answers, default=lambda value: value.tolist()))
+
+
+@pytest.mark.parametrize("name", ["text-classification", "token-classification", "fill-mask"])
+def test_clients_share_executions(deployed: Deployed, name: str) -> None:
+    """An ensemble, a task on a model that is batched, and one on a model that only the task can batch."""
+    case, written = CASES[name], deployed.repositories[name]
+    items = [item for item in case.items if isinstance(item, str)]
+    rounds = 8
+    with hasten.load(deployed.bundles[name].path, threads=1) as here, Client(deployed.server.url) as client:
+        expected = [plain(here(item)) for item in items]
+        logits = [here.outputs(here.encode([item])) for item in items]
+
+        def asking(number: int) -> None:
+            with Client(deployed.server.url) as own:
+                for turn in range(number, number + rounds):
+                    place = turn % len(items)
+                    answer = ask(own, written, [items[place]])
+                    if written.is_raw:
+                        np.testing.assert_allclose(answer["logits"], logits[place]["logits"], atol=TOLERANCE)
+                    else:
+                        assert are_alike(answer[0], expected[place], TOLERANCE), (answer, expected[place])
+
+        before = {model: client.statistics(model) for model in written.names}
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            list(pool.map(asking, range(CLIENTS)))
+        after = {model: client.statistics(model) for model in written.names}
+    requests = CLIENTS * rounds
+    steps = [written.model, written.tokenize or written.inference]
+    for model in steps:
+        executions = after[model].executions - before[model].executions
+        assert 0 < executions < requests, (model, executions)
+
+
+def test_bad_texts_are_refused_alone(deployed: Deployed) -> None:
+    for name, message in (("text-classification", "text 1 is empty"), ("fill-mask", "text 1 has no mask")):
+        written = deployed.repositories[name]
+        good = next(item for item in CASES[name].items if isinstance(item, str))
+
+        def asking(text: str, written: Repository = written) -> str:
+            with Client(deployed.server.url) as client:
+                try:
+                    ask(client, written, [text])
+                except StageError as error:
+                    return str(error)
+                return ""
+
+        bad = "  " if name == "text-classification" else "no mask"
+        with ThreadPoolExecutor(16) as pool:
+            said = list(pool.map(asking, [good, bad] * 8))
+        assert said[::2] == [""] * 8
+        assert all(message in one and " 400 " in one for one in said[1::2]), said
+    tagger = deployed.repositories["token-classification"]
+    with Client(deployed.server.url) as client, pytest.raises(StageError, match="unknown option 'strategy'"):
+        ask(client, tagger, ["a cat"], {"strategy": "simple"})
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_the_cache_answers_again(deployed: Deployed, name: str) -> None:
+    written, item = deployed.repositories[name], CASES[name].items[0]
+    with Client(deployed.server.url) as client:
+        first = ask(client, written, [item])
+        before = client.statistics(written.model)
+        again = ask(client, written, [item])
+        assert client.statistics(written.model) == before
+    assert str(again) == str(first)
+
+
+def test_the_best_labels_are_told(deployed: Deployed) -> None:
+    """tritonserver's classification extension, with the names of the labels."""
+    triton = pytest.importorskip("tritonclient.http")
+    written = deployed.repositories["text-classification"]
+    client = triton.InferenceServerClient(deployed.server.url.removeprefix("http://"))
+    text = triton.InferInput("TEXT", [1, 1], "BYTES")
+    text.set_data_from_numpy(np.array([["the cat sat"]], object))
+    wanted = triton.InferRequestedOutput("logits", class_count=1)
+    best = client.infer(written.inference, [text], outputs=[wanted]).as_numpy("logits").reshape(-1)[0].decode()
+    client.close()
+    with hasten.load(deployed.bundles["text-classification"].path, threads=1) as here:
+        assert best.split(":")[-1] == here("the cat sat")[0]["label"]
+
+
+@pytest.mark.parametrize("name", ["text-classification", "question-answering"])
+def test_the_examples_run(deployed: Deployed, name: str, tmp_path: Path) -> None:
+    for package in ("requests", "tritonclient.http", "tritonclient.grpc"):
+        pytest.importorskip(package)
+    place, server = tmp_path / "repository", deployed.server
+    options = Options(name=named(name), runtime=Runtime.PYTHON)
+    written = write_repository(deployed.bundles[name], place, options)
+    addresses = {"http": f"127.0.0.1:{server.port}", "grpc": f"127.0.0.1:{server.grpc_port}"}
+    printed = {}
+    for kind in ("http", "grpc", "requests"):
+        command = [sys.executable, place / f"client_{kind}.py", addresses.get(kind, addresses["http"])]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        printed[kind] = json.loads(done.stdout)
+    readme = (place / "README.md").read_text(encoding="utf-8")
+    curl = re.search(r"```\n(curl .*?)```", readme, re.DOTALL)[1].replace("localhost:8000", addresses["http"])
+    done = subprocess.run([*shlex.split(curl), "--silent"], cwd=place, capture_output=True, check=True)
+    (output,) = json.loads(done.stdout)["outputs"]
+    (tensor,) = written.outputs
+    values = output["data"]
+    assert len(values) == 2 * (3 if written.is_raw else 1)
+    assert printed["requests"] == {tensor.name: values}
+    for kind in ("http", "grpc"):
+        found = np.array(printed[kind][tensor.name]).reshape(-1).tolist()
+        assert are_alike(found, values, TOLERANCE)
+
+
+def test_check(
+    bundles: dict[str, Bundle], program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["deploy", "tritonserver", str(bundles["text-classification"].path), "-o", str(tmp_path / "models")]
+    code = main([*words, "--runtime", "python", "--threads", "1", "--check", str(program.environment), "--json", "-q"])
+    told = json.loads(capsys.readouterr().out)["check"]
+    assert code == 0, told
+    assert told["not_ready"] == {}
+    assert told["verdict"]["passed"]
+    assert told["same_answers"] == 1.0
+    load = told["load"]
+    assert (load["clients"], load["failed"]) == (CLIENTS, 0)
+    assert 0 < load["executions"] < load["requests"] == load["rows"]
+
+
+@pytest.fixture(scope="module")
+def native(bundles: dict[str, Bundle], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Repository]]:
+    place = tmp_path_factory.mktemp("native")
+    written = {
+        name: write_models(bundle, place, Options(name=named(name), instances=2, threads=1))
+        for name, bundle in bundles.items()
+    }
+    return place, written
+
+
+def test_the_server_accepts_the_default_flavour_up_to_the_missing_library(
+    native: tuple[Path, dict[str, Repository]], program: Program, tmp_path: Path
+) -> None:
+    place, written = native
+    with TritonServer(program, place, tmp_path, is_lenient=True, timeout_s=300) as server, Client(server.url) as client:
+        index = client.index()
+    for repository in written.values():
+        state, reason = index[repository.model]
+        assert state == "UNAVAILABLE"
+        assert "unable to find backend library for backend 'onnxruntime'" in reason, reason
+        others = [name for name in repository.names if name != repository.model]
+        for name in others:
+            state, reason = index[name]
+            # An ensemble waits for its steps; what asks the model only when it is asked does not.
+            is_waiting = name == repository.inference and repository.tokenize is not None
+            assert state == ("UNAVAILABLE" if is_waiting else "READY"), (name, reason)
+            assert not is_waiting or repository.model in reason, reason
+
+
+RUN = """
+import json, sys
+import numpy, onnxruntime
+folder, names, kinds, outputs, target = sys.argv[1], *map(json.loads, sys.argv[2:5]), sys.argv[5]
+feeds = {name: numpy.load(f"{target}/{name}.npy").astype(kind) for name, kind in zip(names, kinds)}
+session = onnxruntime.InferenceSession(f"{folder}/model.onnx", providers=["CPUExecutionProvider"])
+for name, value in zip(outputs, session.run(outputs, feeds)):
+    numpy.save(f"{target}/{name}.npy", value)
+print(onnxruntime.__version__)
+"""
+
+
+def test_its_graphs_run_in_the_onnxruntime_of_that_release(
+    native: tuple[Path, dict[str, Repository]], bundles: dict[str, Bundle], program: Program, tmp_path: Path
+) -> None:
+    from hasten.core.tensors import pad, unpad
+
+    place, written = native
+    assert program.environment is not None
+    folder, python = program.environment / f"onnxruntime-{THEIR_ONNXRUNTIME}", program.environment / "bin" / "python"
+    if not folder.exists():
+        package = f"onnxruntime=={THEIR_ONNXRUNTIME}"
+        install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, package]
+        done = subprocess.run(install, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"{package} cannot be installed: {done.stderr.strip().splitlines()[-1]}")
+    for name, repository in written.items():
+        with hasten.load(bundles[name].path, threads=1) as here:
+            encoded, signature = here.encode(CASES[name].items[:1]), here.session.spec.signature
+            expected = here.outputs(encoded)
+        taken = [spec for spec in signature.inputs if spec.name in repository.tokens]
+        feeds = pad(encoded.batch, signature)
+        for spec in taken:
+            np.save(tmp_path / f"{spec.name}.npy", feeds[spec.name])
+        words = [[spec.name for spec in taken], [spec.dtype for spec in taken], [*expected]]
+        command = [python, "-c", RUN, place / repository.model / "1", *map(json.dumps, words), tmp_path]
+        done = subprocess.run(
+            command, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, (name, done.stderr)
+        assert done.stdout.strip() == THEIR_ONNXRUNTIME
+        found = unpad({one: np.load(tmp_path / f"{one}.npy") for one in expected}, encoded.batch, signature)
+        for one, value in expected.items():
+            np.testing.assert_allclose(found[one], value, atol=TOLERANCE)
+
+
+def test_check_says_what_it_could_not_prove(
+    bundles: dict[str, Bundle], program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["deploy", "tritonserver", str(bundles["text-classification"].path), "-o", str(tmp_path / "models")]
+    assert main([*words, "--check", str(program.environment), "-q"]) == 3
+    told = capsys.readouterr()
+    assert "transformer_onnx_tokenize: ready" in told.out
+    assert "it has no ONNX Runtime backend" in told.err
+    assert (tmp_path / "models" / "README.md").exists()
