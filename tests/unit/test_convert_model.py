@@ -81,7 +81,12 @@ def test_every_short_form_and_arity() -> None:
     ],
 )
 def test_refusals(
-    words: str, code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str,
+    code: int,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Before any work: one line, a hint, and nothing written."""
     monkeypatch.chdir(tmp_path)

@@ -22,6 +22,8 @@ _GENERATION = "text-generation"
 _FP32 = ("onnxruntime-fp32",)
 # Dynamic quantization as it comes, and in the way that keeps most of the answers.
 _INT8 = ("onnxruntime-int8", "onnxruntime-int8+attention+smooth+split")
+# Of one request. transformer-deploy sets no limit, and tritonserver wants one where it puts requests together.
+_LEAST_ROWS = 128
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -155,7 +157,15 @@ def _order(args: argparse.Namespace) -> Order:
         trust_remote_code=args.trust_remote_code,
     )
     measures = Measures(args.warmup, args.nb_measures, args.seed, args.atol, args.fast)
-    repository = Options(name=args.name, instances=args.nb_instances, device=args.device)
+    # As its clients ask: texts of shape [n], any number of them, and scores by this name.
+    repository = Options(
+        name=args.name,
+        instances=args.nb_instances,
+        device=args.device,
+        max_rows=max(_LEAST_ROWS, batch.max),
+        is_flat=True,
+        output="output",
+    )
     return Order(plan, measures, repository, args.tokenizer if args.tokenizer != args.model else None)
 
 
@@ -170,6 +180,7 @@ def _print(converted: Converted, args: argparse.Namespace) -> None:
     for note in converted.notes:
         console.out.print(f"  {note}", highlight=False, markup=False)
     console.out.print(f"\n[bold]{converted.variant}[/] is in [bold]{args.output}[/]", highlight=False)
+    console.out.print(f"  {', '.join(converted.models)}", highlight=False)
     console.out.print(f"  tritonserver --model-repository {converted.path}", highlight=False, markup=False)
 
 

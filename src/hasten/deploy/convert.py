@@ -24,6 +24,7 @@ from hasten.core.tensors import Batch, Outputs, tiled
 from hasten.core.variant import Precision, Variant
 from hasten.deploy import written
 from hasten.deploy.tritonserver import Options, write_models
+from hasten.deploy.tritonserver.around import write_around
 from hasten.graph import read_graph, write_graph
 from hasten.predictor import open_session
 
@@ -88,6 +89,8 @@ class Latencies:
 class Converted:
     path: Path
     variant: str
+    # In the repository.
+    models: tuple[str, ...]
     latencies: tuple[Latencies, ...]
     report: Report
     # Where it does more than transformer-deploy did, or something else.
@@ -117,11 +120,12 @@ def convert(order: Order, output: Path, *, force: bool = False, progress: Progre
         with step(shown, f"write {output.name}"), translate_os_errors(f"writing {output}"):
             _place(bundle.graph().path(), staging.path / ORIGINAL_GRAPH)
             _place(bundle.artifact(entry).path(), staging.path / GRAPH)
-            write_models(bundle, staging.path, replace(order.repository, variant=entry.name))
+            options = replace(order.repository, variant=entry.name)
+            repository = write_models(bundle, staging.path, options)
+            write_around(bundle.manifest.task, options, repository)
         staging.commit()
-        return Converted(
-            staging.target, entry.name, tuple(latencies), bundle.report, (*notes, *_safer(bundle, entry))
-        )
+        notes += _safer(bundle, entry, options)
+        return Converted(staging.target, entry.name, repository.names, tuple(latencies), bundle.report, tuple(notes))
 
 
 def _deployed(bundle: Bundle) -> VariantEntry:
@@ -167,9 +171,7 @@ def _with_tokenizer(plan: Plan, tokenizer: str, folder: Path) -> Path:
     return folder
 
 
-def _race(
-    engines: Mapping[str, Artifact], bundle: Bundle, measures: Measures, progress: Progress
-) -> list[Latencies]:
+def _race(engines: Mapping[str, Artifact], bundle: Bundle, measures: Measures, progress: Progress) -> list[Latencies]:
     """One engine after the other in this process, as transformer-deploy does; the others must answer like the first."""
     batches, options = _batches(bundle, measures), RunOptions(bundle.report.plan.threads)
     expected: list[Outputs] = []
@@ -223,16 +225,16 @@ def _place(graph: Path, target: Path) -> None:
         shutil.copyfile(graph, target)
 
 
-def _safer(bundle: Bundle, entry: VariantEntry) -> Iterator[str]:
+def _safer(bundle: Bundle, entry: VariantEntry, options: Options) -> Iterator[str]:
     """What somebody who comes from transformer-deploy would not expect."""
     agreement, about = entry.agreement, bundle.manifest
+    yield "latencies are of one engine after the other; in the table engines take turns, each in its own process"
     yield (
         f"verified: {entry.name} answers like the original on {agreement.rows} rows of text"
         f" ({agreement.measure} {agreement.value:.5f}, largest difference {agreement.max_error:.1e})"
     )
     yield "--atol bounds the largest difference of an output, not the mean of all differences"
     yield f"truncation: texts of more than {about.tokenizer.max_length} tokens are cut to that many"
-    most = bundle.report.plan.shapes.batch.max
-    yield f"dynamic batching: requests that come together are answered together, up to {most} texts (-b)"
+    yield f"dynamic batching: texts of one length that come together run together, up to {options.max_rows}"
     if labels := about.task.labels:
         yield f"labels: answers are named {', '.join(labels[:4])}{', …' if len(labels) > 4 else ''}"

@@ -123,7 +123,8 @@ class _Writer:
 
     @cached_property
     def batching(self) -> Batching:
-        return batching(self.bundle.report, self.artifact.variant.name, self.options.max_delay_us)
+        found = batching(self.bundle.report, self.artifact.variant.name, self.options.max_delay_us)
+        return replace(found, max_rows=self.options.max_rows or found.max_rows)
 
     @property
     def max_texts(self) -> int:
@@ -253,9 +254,7 @@ class _Writer:
     def _write_ensemble(self) -> None:
         tokens = {spec.name: spec.name for spec in self.taken}
         texts = {text.name: text.name for text in self.texts}
-        given = {
-            spec.name: answer.name for spec, answer in zip(self.signature.outputs, self.answers, strict=False)
-        }
+        given = {spec.name: answer.name for spec, answer in zip(self.signature.outputs, self.answers, strict=False)}
         steps = [(self.name("tokenize"), texts, tokens), (self.name("model"), tokens, given)]
         rest = {**configs.ensemble(steps), **self.cached}
         self._begin(configs.model(self.name("inference"), self.texts, self.answers, self.max_texts, rest))
