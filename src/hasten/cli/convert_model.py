@@ -79,6 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--generative-model", "--generative_model", choices=("gpt", "t5"), help="not there yet")
     ours = parser.add_argument_group("what transformer-deploy has not")
     ours.add_argument("--force", action="store_true", help="replace an older deployment of ours at the output")
+    ours.add_argument(
+        "--runtime",
+        choices=("native", "python"),
+        default="native",
+        help="who runs the model: the server's own ONNX Runtime (native), or its Python backend",
+    )
     ours.add_argument("--data", metavar="FILE", help="rows to verify on, as hasten build takes them (a sample)")
     ours.add_argument("--pooling", help="for embeddings: mean, cls, … (what the model says)")
     ours.add_argument("--file-name", metavar="ONNX", help="start from this graph of the model: onnx/model.onnx")
@@ -139,7 +145,7 @@ def _take_token(given: str | None) -> None:
 def _order(args: argparse.Namespace) -> Order:
     from hasten.core.plan import Keep, Plan, Range, Shapes
     from hasten.deploy.convert import Measures, Order
-    from hasten.deploy.tritonserver import Options
+    from hasten.deploy.tritonserver import Options, Runtime
 
     batch = Range.of("--batch-size", tuple(args.batch_size))
     sequence = Range.of("--seq-len", tuple(args.seq_len))
@@ -160,6 +166,7 @@ def _order(args: argparse.Namespace) -> Order:
     # As its clients ask: texts of shape [n], any number of them, and scores by this name.
     repository = Options(
         name=args.name,
+        runtime=Runtime(args.runtime),
         instances=args.nb_instances,
         device=args.device,
         max_rows=max(_LEAST_ROWS, batch.max),
@@ -178,7 +185,7 @@ def _print(converted: Converted, args: argparse.Namespace) -> None:
     console.print_report(converted.report)
     console.out.print("\nunlike transformer-deploy:")
     for note in converted.notes:
-        console.out.print(f"  {note}", highlight=False, markup=False)
+        console.out.print(f"  {note}", highlight=False, markup=False, soft_wrap=True)
     console.out.print(f"\n[bold]{converted.variant}[/] is in [bold]{args.output}[/]", highlight=False)
     console.out.print(f"  {', '.join(converted.models)}", highlight=False)
     console.out.print(f"  tritonserver --model-repository {converted.path}", highlight=False, markup=False)
