@@ -22,8 +22,10 @@ COMMAND = ["deploy", "tritonserver"]
 
 
 @pytest.fixture(scope="module")
-def tagger_bundle(tiny_tagger: Any, quick_build: Any) -> Bundle:
-    return quick_build(tiny_tagger("bert"), variants=["openvino-fp32"], batch_size=(1, 4, 16))
+def tagger_bundle(tiny_tagger: Any, quick_build: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    file.write_text('{"text": "the cat sat"}\n{"text": "rain"}\n', encoding="utf-8")
+    return quick_build(tiny_tagger("bert"), variants=["openvino-fp32"], batch_size=(1, 4, 16), data=file)
 
 
 def config(place: Path, name: str) -> Any:

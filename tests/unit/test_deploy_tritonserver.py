@@ -1,4 +1,4 @@
-"""What a repository for tritonserver is made of: configurations as text, batching from a benchmark, code that is sent."""
+"""What a repository for tritonserver is made of: configurations, batching from a benchmark, code that is shipped."""
 
 from __future__ import annotations
 

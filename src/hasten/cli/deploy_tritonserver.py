@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
         console.print_json({"repository": repository, "check": checked})
     else:
         _print(repository, checked)
-    return _exit_code(repository, checked) if checked is not None else 0
+    return _exit_code(checked) if checked is not None else 0
 
 
 def _check(bundle: Bundle, repository: Repository, args: argparse.Namespace) -> Check:
@@ -119,7 +119,7 @@ def _print(repository: Repository, checked: Check | None) -> None:
         )
 
 
-def _exit_code(repository: Repository, checked: Check) -> int:
+def _exit_code(checked: Check) -> int:
     from hasten.core.errors import AccuracyError, StageError, UnsupportedError
 
     if checked.is_missing_backend:

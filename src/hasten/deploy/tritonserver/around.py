@@ -27,6 +27,10 @@ _EXAMPLES: dict[str, list[object]] = {
     "choices": [["she took an umbrella.", "she ate a sandwich."], ["he slept.", "he ate a sandwich."]],
     "candidate_labels": [["cinema", "cooking", "politics"]] * 2,
 }
+_LEAST = (
+    " Its ONNX Runtime must be {version} or newer: older ones answer this variant wrongly, and the models refuse to"
+    " load beside them. For those, write it with `--variant graph`."
+)
 _MASKED = "Paris is the {mask} of France."
 
 _DOCKERFILE = Template("""\
@@ -121,9 +125,9 @@ and gives $outputs.$meaning
 BASE=IMAGE docker compose up --build
 ```
 
-IMAGE is one of tritonserver with Python 3.11 or newer (NVIDIA's are from release 24.11 on) and $backends. A server that
-is there already: `python3 -m pip install $packages` for its Python, and
-`$command`.
+IMAGE is one of tritonserver with Python 3.11 or newer (NVIDIA's are from release 24.11 on) and $backends.$least
+
+A server that is there already: `python3 -m pip install $packages` for its Python, and `$command`.
 
 ## Ask
 
@@ -211,6 +215,7 @@ def _readme(repository: Repository, packages: str, command: str, length: int) ->
         meaning=meaning,
         backends="its backends for ONNX Runtime and Python" if is_native else "its Python backend",
         packages=packages,
+        least=_LEAST.format(version=repository.least_onnxruntime) if repository.least_onnxruntime else "",
         command=command,
         header=LENGTH,
         length=length,

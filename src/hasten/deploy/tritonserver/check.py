@@ -35,6 +35,7 @@ _ROWS, _SECONDS = 64, 5.0
 # Scores of reduced precision depend on the shape of the batch that a row came in.
 _REDUCED_TOLERANCE = 0.05
 _OK = 200
+_NO_BACKEND, _WAITING = "unable to find backend library", "it waits for"
 # Two labels that fit equally well may change places between batches of another shape.
 _MOST_ALIKE = 0.98
 
@@ -76,10 +77,8 @@ class Check:
     @property
     def is_missing_backend(self) -> bool:
         """Whether everything was accepted, but for a library that this server does not have."""
-        return bool(self.not_ready) and all(
-            "unable to find backend library" in reason or "depends on" in reason or "not loaded" in reason
-            for reason in self.not_ready.values()
-        )
+        reasons = self.not_ready.values()
+        return bool(reasons) and all(_NO_BACKEND in reason or reason.startswith(_WAITING) for reason in reasons)
 
 
 def is_address(where: str) -> bool:
@@ -91,7 +90,9 @@ def check(bundle: Bundle, repository: Repository, url: str, progress: Progress, 
         server, index = client.version(), client.index()
         states = {name: index.get(name, ("", "the server does not know it")) for name in repository.names}
         ready = tuple(name for name, (state, _) in states.items() if state == READY)
-        not_ready = {name: reason for name, (state, reason) in states.items() if state != READY}
+        # An ensemble whose model does not load has neither a state nor a reason.
+        waiting = f"{_WAITING} {repository.model}"
+        not_ready = {name: reason or waiting for name, (state, reason) in states.items() if state != READY}
         if not_ready:
             return Check(server, ready, not_ready)
         remote = Predictor(bundle.manifest.task, bundle.tokenizer(), _Remote(client, bundle, repository))
@@ -143,7 +144,7 @@ def _askable(repository: Repository, rows: Sequence[Row]) -> list[Row]:
     """Rows with what must be given and nothing but what is taken, labels aside."""
     names = {text.name.lower(): text.is_optional for text in repository.inputs}
     needed = [name for name, is_optional in names.items() if not is_optional]
-    found = []
+    found: list[Row] = []
     for row in rows:
         if isinstance(words := row.get("tokens"), list):
             row = {"text": " ".join(words)}
@@ -158,9 +159,7 @@ def _askable(repository: Repository, rows: Sequence[Row]) -> list[Row]:
 def strings(repository: Repository, rows: Sequence[Row]) -> dict[str, Array]:
     """The inputs of a request for rows that have the same fields."""
     shape = (len(rows),) if repository.max_rows == 0 else (len(rows), 1)
-    return {
-        name.upper(): np.array([_text(row[name]) for row in rows], object).reshape(shape) for name in rows[0]
-    }
+    return {name.upper(): np.array([_text(row[name]) for row in rows], object).reshape(shape) for name in rows[0]}
 
 
 def _text(value: object) -> str:

@@ -91,7 +91,9 @@ class Client:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise UnavailableError(f"{where} gives no answer: {why}", hint="is tritonserver running there?") from error
         if response.status != http.client.OK:
-            raise StageError(f"tritonserver answers {response.status} to {path}: {content[:500].decode(errors='replace')}")
+            raise StageError(
+                f"tritonserver answers {response.status} to {path}: {content[:500].decode(errors='replace')}"
+            )
         return response.headers, content
 
 

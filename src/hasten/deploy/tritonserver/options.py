@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hasten.backends import Artifact
 from hasten.bundle import Bundle
+from hasten.bundle.read import GRAPH_BACKEND
 from hasten.core.errors import PlanError, UnsupportedError
 from hasten.core.variant import CPU, Precision
 from hasten.deploy.tritonserver.pbtxt import Tensor
@@ -92,6 +93,8 @@ class Repository:
     tokens: tuple[str, ...]
     # The most rows of one request; 0 where tensors come without an axis of the batch.
     max_rows: int
+    # The version of ONNX Runtime from which on the server's own answers right; empty where it is not asked.
+    least_onnxruntime: str
     # What the server's Python must have beside NumPy.
     packages: tuple[str, ...]
 
@@ -101,7 +104,13 @@ class Repository:
 
 
 def choose(bundle: Bundle, options: Options) -> Artifact:
-    """The variant that was asked for or, in order of speed, the first that can run there; at last the graph."""
+    """The variant that was asked for or, in order of speed, the first that can run there; at last the graph.
+
+    The graph can be asked for, too: it is plain ONNX, which older versions of ONNX Runtime answer rightly.
+    """
+    graph = bundle.graph()
+    if options.variant in (GRAPH_BACKEND, graph.variant.name):
+        return _required(graph, options)
     if options.variant is not None:
         entry = bundle.entry(options.variant)
         reason = _why_not(entry.backend, entry.precision, options)
@@ -114,12 +123,18 @@ def choose(bundle: Bundle, options: Options) -> Artifact:
             hint = f"of this bundle it runs {', '.join(others)}" if others else "without --variant it runs the graph"
             raise UnsupportedError(f"{entry.name} does not run there: {reason}", hint=hint)
         return bundle.artifact(entry)
+    if options.runtime is Runtime.NATIVE and options.device == CUDA:
+        # What was fused for processors was never tried on a GPU; there ONNX Runtime fuses the graph itself.
+        return _required(graph, options)
     for entry in bundle.manifest.variants:
         if _why_not(entry.backend, entry.precision, options) is None:
             return bundle.artifact(entry)
-    graph = bundle.graph()
+    return _required(graph, options)
+
+
+def _required(graph: Artifact, options: Options) -> Artifact:
     if (reason := _why_not(graph.variant.backend, graph.variant.precision, options)) is not None:
-        raise UnsupportedError(f"nothing of this bundle runs there: {reason}")
+        raise UnsupportedError(f"the bundle's graph does not run there: {reason}")
     return graph
 
 

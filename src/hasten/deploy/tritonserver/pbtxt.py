@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, Union
+from typing import TypeAlias
 
 # Fields by name; a list is a field that repeats.
-Value: TypeAlias = Union[str, int, Mapping[str, "Value"], Sequence["Value"]]
+Value: TypeAlias = str | int | Mapping[str, "Value"] | Sequence["Value"]
 Message: TypeAlias = Mapping[str, Value]
 
 

@@ -87,7 +87,7 @@ class Program:
 
 
 def _install(environment: Path, words: Sequence[str]) -> None:
-    command = [environment / "bin" / "python", "-m", "pip", "install", "--quiet", *words]
+    command = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]

@@ -12,7 +12,7 @@ import msgspec
 
 from hasten.backends import MODEL, Artifact
 from hasten.bundle import Bundle
-from hasten.bundle.read import TOKENIZER
+from hasten.bundle.read import GRAPH_BACKEND, TOKENIZER
 from hasten.core.errors import StageError, UnsupportedError, translate_os_errors
 from hasten.core.tensors import ATTENTION_MASK, Signature, TensorSpec
 from hasten.core.variant import CPU
@@ -28,6 +28,9 @@ from hasten.tasks import TASKS, AnyTask, TaskSpec
 
 ANSWER = "ANSWER"
 _VERSION = "1"
+# Before it, MultiHeadAttention with fewer queries than keys, as in a pruned last layer, does not see the mask: wrong
+# answers wherever a row is padded (tests/e2e/test_deploy_tritonserver.py). The graph has no such operator.
+_LEAST = "1.21"
 _LABELS = "labels.txt"
 # What a model is called after, by the backend of its variant.
 _WORDS = {"onnxruntime": "onnx", "graph": "onnx", "openvino": "openvino"}
@@ -86,6 +89,7 @@ class _Writer:
             is_raw=self.is_raw,
             tokens=tuple(spec.name for spec in self.taken),
             max_rows=self.max_texts,
+            least_onnxruntime=self.least_onnxruntime,
             packages=self.packages,
         )
 
@@ -180,6 +184,10 @@ class _Writer:
     @property
     def labels(self) -> str:
         return _LABELS if self.spec.name == _CLASSES else ""
+
+    @property
+    def least_onnxruntime(self) -> str:
+        return _LEAST if not self.is_python and self.artifact.variant.backend != GRAPH_BACKEND else ""
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -295,6 +303,8 @@ class _Writer:
 
     def _write_code(self, folder: Path, module: str, about: Mapping[str, object], modules: Sequence[str]) -> None:
         (folder / "model.py").write_text(_MODEL_PY.format(module=module), encoding="utf-8")
-        content = msgspec.json.encode({"signature": self.signature, **about})
+        content = msgspec.json.encode(
+            {"signature": self.signature, "least_onnxruntime": self.least_onnxruntime, **about}
+        )
         (folder / ABOUT).write_bytes(msgspec.json.format(content, indent=1))
         ship([f"hasten.deploy.tritonserver.models.{module}", *modules], folder)

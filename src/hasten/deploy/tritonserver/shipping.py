@@ -7,9 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import hasten
-
-_ROOT = Path(hasten.__file__).parent
+_ROOT = Path(__file__).parents[2]
 # Imported before any module of it, and it keeps ONNX Runtime from reporting to its maker.
 _ALWAYS = "hasten"
 

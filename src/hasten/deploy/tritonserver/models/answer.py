@@ -103,8 +103,7 @@ class TritonPythonModel:
         if response.has_error():
             raise StageError(f"{self._model} failed on a batch of {len(batch)}: {response.error().message()}")
         outputs = {
-            spec.name: pb.get_output_tensor_by_name(response, spec.name).as_numpy()
-            for spec in self._signature.outputs
+            spec.name: pb.get_output_tensor_by_name(response, spec.name).as_numpy() for spec in self._signature.outputs
         }
         return unpad(outputs, batch, self._signature)
 
@@ -120,9 +119,9 @@ class TritonPythonModel:
         for spec in self._signature.outputs:
             value = outputs[spec.name]
             tensors.append(repad(value, batch.lengths, width, pads_left) if spec.is_per_token else value)
-        for spec in self._signature.inputs if any(one.is_per_token for one in self._signature.outputs) else ():
-            if spec.name == ATTENTION_MASK:
-                tensors.append(real_positions(batch.lengths, width, pads_left).astype(spec.dtype.value))
+        if any(spec.is_per_token for spec in self._signature.outputs):
+            mask = real_positions(batch.lengths, width, pads_left)
+            tensors += [mask.astype(spec.dtype.value) for spec in self._signature.inputs if spec.name == ATTENTION_MASK]
         return tensors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hasten.core.errors import HastenError, InputError
+from hasten.core.errors import HastenError, InputError, UnsupportedError
 from hasten.core.tensors import DType, Signature, TensorSpec
 from hasten.core.tokenizer import Tokenizer, TokenizerSpec
 
@@ -40,15 +41,18 @@ class Told:
     @classmethod
     def read(cls, args: Mapping[str, str]) -> Told:
         folder = Path(args["model_repository"]) / args["model_version"]
-        return cls(folder, json.loads((folder / ABOUT).read_text(encoding="utf-8")))
+        told = cls(folder, json.loads((folder / ABOUT).read_text(encoding="utf-8")))
+        # The server's backends lie beside each other.
+        check_onnxruntime(
+            Path(server().__file__).absolute().parents[1] / "onnxruntime", told.about["least_onnxruntime"]
+        )
+        return told
 
     @property
     def signature(self) -> Signature:
         raw = self.about["signature"]
         inputs, outputs = (
-            tuple(
-                TensorSpec(one["name"], DType(one["dtype"]), tuple(one["shape"]), one["pad"]) for one in raw[side]
-            )
+            tuple(TensorSpec(one["name"], DType(one["dtype"]), tuple(one["shape"]), one["pad"]) for one in raw[side])
             for side in ("inputs", "outputs")
         )
         return Signature(**{**raw, "inputs": inputs, "outputs": outputs})
@@ -57,6 +61,27 @@ class Told:
     def tokenizer(self) -> Tokenizer:
         raw = self.about["tokenizer"]
         return Tokenizer.open(self.folder / TOKENIZER, TokenizerSpec(**{**raw, "inputs": tuple(raw["inputs"])}))
+
+
+def check_onnxruntime(folder: Path, least: str) -> None:
+    """Refuse to load beside an ONNX Runtime that would answer wrongly; it says itself which version it is."""
+    library = next(iter(sorted(folder.glob("libonnxruntime.so*"))), None)
+    if not least or library is None:
+        return
+    base = ctypes.CDLL(str(library)).OrtGetApiBase
+    base.restype = ctypes.POINTER(_ApiBase)
+    found = base().contents.version().decode()
+    if tuple(map(int, found.split(".")[:2])) < tuple(map(int, least.split("."))):
+        raise UnsupportedError(
+            f"this server has ONNX Runtime {found}, in which the model answers wrongly",
+            hint=f"use an image with {least} or newer, or write the repository with --variant graph",
+        )
+
+
+class _ApiBase(ctypes.Structure):
+    """OrtApiBase, as onnxruntime_c_api.h has it since the first version."""
+
+    _fields_ = (("api", ctypes.c_void_p), ("version", ctypes.CFUNCTYPE(ctypes.c_char_p)))
 
 
 def answered(
@@ -92,9 +117,7 @@ def strings(request: Any, name: str) -> list[str] | None:
 
 def _response(request: Any, tensors: Tensors) -> Any:
     wanted = request.requested_output_names()
-    found = [
-        server().Tensor(name, np.ascontiguousarray(value)) for name, value in tensors.items() if name in wanted
-    ]
+    found = [server().Tensor(name, np.ascontiguousarray(value)) for name, value in tensors.items() if name in wanted]
     return server().InferenceResponse(output_tensors=found)
 
 
