@@ -17,6 +17,7 @@ from hasten.cli.convert_model import run
 from hasten.core.report import Bench, Footprint, Timing
 from hasten.core.statistics import Interval
 from hasten.core.tensors import Shape
+from hasten.graph import depends_on_batch
 
 LINE = re.compile(
     r"\[(.+)\] mean=\d+\.\d\dms, sd=\d+\.\d\dms, min=\d+\.\d\dms, max=\d+\.\d\dms,"
@@ -80,6 +81,17 @@ def test_from_weights_to_repository(words: list[str], tmp_path: Path, capsys: py
     assert all(entry["max_error"] < 1e-4 for entry in made["latencies"])
     assert not (output / "tiny_onnx_model").exists()
     assert (output / "transformer_onnx_model").is_dir()
+
+
+def test_int8_is_what_is_deployed(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Though the benchmark, which here finds all alike, puts fp32 first."""
+    assert run([*words, "-q", "--atol", "9", "-o", str(tmp_path / "out"), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["report"]["chosen"] == "onnxruntime-fp32"
+    assert made["variant"].startswith("onnxruntime-int8")
+    assert depends_on_batch(tmp_path / "out/model.onnx")
+    assert depends_on_batch(tmp_path / "out/transformer_onnx_model/1/model.onnx")
+    assert not depends_on_batch(tmp_path / "out/model-original.onnx")
 
 
 def test_int8_beyond_the_tolerance_writes_nothing(
