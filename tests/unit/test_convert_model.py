@@ -12,7 +12,8 @@ import pytest
 
 from hasten.cli.convert_model import parser, run
 from hasten.core.errors import PlanError
-from hasten.deploy.convert import Latencies, Measures, max_error
+from hasten.deploy.convert import Latencies, Measures, max_error, place_graph
+from hasten.graph import write_graph
 
 MODEL = ["-m", "some/model"]
 
@@ -127,6 +128,23 @@ def test_the_largest_difference_counts() -> None:
     assert max_error(ours, theirs) == 2.0
     theirs[0]["a"][0] = math.nan
     assert math.isnan(max_error(ours, theirs))
+
+
+def test_two_graphs_in_one_directory_keep_their_weights(tmp_path: Path) -> None:
+    """Both were called model.onnx, and model.onnx.data what lies beside them."""
+    onnx = pytest.importorskip("onnx")
+    for folder, value in (("a", 1.0), ("b", 2.0)):
+        weights = onnx.numpy_helper.from_array(np.full(1024, value, np.float32), "weights")
+        node = onnx.helper.make_node("Identity", ["weights"], ["out"])
+        out = onnx.helper.make_tensor_value_info("out", onnx.TensorProto.FLOAT, [1024])
+        model = onnx.helper.make_model(onnx.helper.make_graph([node], "graph", [], [out], [weights]))
+        (tmp_path / folder).mkdir()
+        write_graph(model, tmp_path / folder / "model.onnx", external_data=True)
+        assert (tmp_path / folder / "model.onnx.data").is_file()
+        place_graph(tmp_path / folder / "model.onnx", tmp_path / f"{folder}.onnx")
+    for name, value in (("a.onnx", 1.0), ("b.onnx", 2.0)):
+        found = onnx.numpy_helper.to_array(onnx.load(tmp_path / name).graph.initializer[0])
+        assert (found == value).all()
 
 
 @pytest.mark.parametrize("wrong", [{"warmup": -1}, {"count": 0}, {"seed": -1}, {"atol": -0.1}, {"atol": math.nan}])

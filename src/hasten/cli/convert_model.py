@@ -183,7 +183,10 @@ def _print(converted: Converted, args: argparse.Namespace) -> None:
 
     # Not through the console, which would wrap them: programs read these lines.
     print("latencies:", *converted.latencies, sep="\n")
-    print(f"Each inference engine output is within {args.atol} tolerance compared to Pytorch output\n", flush=True)
+    print(
+        f"Each inference engine output is within {args.atol} tolerance compared to {converted.original} output\n",
+        flush=True,
+    )
     console.print_report(converted.report)
     console.out.print("\nunlike transformer-deploy:")
     for note in converted.notes:

@@ -25,13 +25,15 @@ from hasten.core.variant import Precision, Variant
 from hasten.deploy import written
 from hasten.deploy.tritonserver import Options, write_models
 from hasten.deploy.tritonserver.around import write_around
+from hasten.deploy.tritonserver.configs import is_batched
 from hasten.graph import read_graph, write_graph
 from hasten.predictor import open_session
 
 # The names that transformer-deploy gave them.
 ORIGINAL_GRAPH = "model-original.onnx"
 GRAPH = "model.onnx"
-_PYTORCH = "Pytorch (FP32)"
+# Whom the others must equal, and what of it is timed: the model, or the graph that it came as.
+_ORIGINALS = {"torch": ("Pytorch", "Pytorch (FP32)"), "graph": ("the given graph's", "ONNX Runtime (as given)")}
 _EMBEDDING = "sentence-similarity"
 # What a model's own tokenizer may lie in.
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "spiece", "sentencepiece")
@@ -89,6 +91,8 @@ class Latencies:
 class Converted:
     path: Path
     variant: str
+    # Whose outputs its own were compared with.
+    original: str
     # In the repository.
     models: tuple[str, ...]
     latencies: tuple[Latencies, ...]
@@ -111,21 +115,24 @@ def convert(order: Order, output: Path, *, force: bool = False, progress: Progre
         bundle = build(plan, work / "bundle", progress=shown, directory=directory)
         entry = _deployed(bundle, order.measures.atol)
         original = make_original(plan, work, directory)
+        whose, engine = _ORIGINALS[original.variant.backend]
         engines = {
-            _PYTORCH if original.variant.backend == "torch" else "ONNX Runtime (as given)": original,
+            engine: original,
             "ONNX Runtime (FP32)": bundle.graph(),
             "ONNX Runtime (optimized)": bundle.artifact(entry),
         }
         latencies = _race(engines, bundle, order.measures, shown)
         with step(shown, f"write {output.name}"), translate_os_errors(f"writing {output}"):
-            _place(bundle.graph().path(), staging.path / ORIGINAL_GRAPH)
-            _place(bundle.artifact(entry).path(), staging.path / GRAPH)
+            place_graph(bundle.graph().path(), staging.path / ORIGINAL_GRAPH)
+            place_graph(bundle.artifact(entry).path(), staging.path / GRAPH)
             options = replace(order.repository, variant=entry.name)
             repository = write_models(bundle, staging.path, options)
             write_around(bundle.manifest.task, options, repository)
         staging.commit()
         notes += _safer(bundle, entry, options)
-        return Converted(staging.target, entry.name, repository.names, tuple(latencies), bundle.report, tuple(notes))
+        return Converted(
+            staging.target, entry.name, whose, repository.names, tuple(latencies), bundle.report, tuple(notes)
+        )
 
 
 def _deployed(bundle: Bundle, atol: float) -> VariantEntry:
@@ -223,7 +230,7 @@ def _time(session: Session, batch: Batch, count: int) -> Iterator[float]:
         yield (time.perf_counter() - begin) * 1e3
 
 
-def _place(graph: Path, target: Path) -> None:
+def place_graph(graph: Path, target: Path) -> None:
     """Two graphs lie in one directory here, so weights beside them take their graph's name."""
     if any(graph.parent.glob(f"{graph.name}.data*")):
         write_graph(read_graph(graph), target, external_data=True)
@@ -241,6 +248,7 @@ def _safer(bundle: Bundle, entry: VariantEntry, options: Options) -> Iterator[st
     )
     yield "--atol bounds the largest difference of an output, not the mean of all differences"
     yield f"truncation: texts of more than {about.tokenizer.max_length} tokens are cut to that many"
-    yield f"dynamic batching: texts of one length that come together run together, up to {options.max_rows}"
+    if is_batched(about.signature):
+        yield f"dynamic batching: texts of one length that come together run together, up to {options.max_rows}"
     if labels := about.task.labels:
         yield f"labels: answers are named {', '.join(labels[:4])}{', …' if len(labels) > 4 else ''}"
