@@ -62,7 +62,8 @@ def test_a_classifier(classifier_bundle: Bundle, tmp_path: Path) -> None:
         assert own.max_batch_size == shapes.batch.max
         assert own.version_policy.latest.num_versions == 1
     for own in (model, tokenize):
-        assert own.dynamic_batching.max_queue_delay_microseconds == 70
+        # Of what a request may wait in all it may wait half in each.
+        assert own.dynamic_batching.max_queue_delay_microseconds == 35
         assert list(own.dynamic_batching.preferred_batch_size) == [shapes.batch.opt, shapes.batch.max]
         assert [(group.count, group.kind) for group in own.instance_group] == [(2, pb2.ModelInstanceGroup.KIND_AUTO)]
     texts = {"TEXT": ("TYPE_STRING", [1]), "TEXT_PAIR": ("TYPE_STRING", [1])}
@@ -118,6 +119,8 @@ def test_a_tagger_runs_in_python(tagger_bundle: Bundle, tmp_path: Path) -> None:
     assert tensors(inference.input) == {"TEXT": ("TYPE_STRING", [1]), "OPTIONS": ("TYPE_STRING", [1])}
     assert [one.optional for one in inference.input] == [False, True]
     assert model.max_batch_size == inference.max_batch_size == 16
+    assert model.dynamic_batching.max_queue_delay_microseconds == 0
+    assert inference.dynamic_batching.max_queue_delay_microseconds > 0
     assert {group.kind for own in (model, inference) for group in own.instance_group} == {
         pb2.ModelInstanceGroup.KIND_CPU
     }
@@ -199,7 +202,7 @@ def test_the_command(classifier_bundle: Bundle, tmp_path: Path, capsys: pytest.C
         (["--instances", "0"], 2, "--instances 0 is less than 1"),
         (["--runtime", "python", "--device", "cuda"], 3, "runs on the CPU"),
         (["--check", "/nowhere/tritonserver"], 2, "there is no tritonserver at /nowhere/tritonserver"),
-        (["--check", "http://127.0.0.1:9"], 7, "127.0.0.1:9 gives no answer"),
+        (["--check", "127.0.0.1:9"], 7, "127.0.0.1:9 gives no answer"),
     ],
 )
 def test_refusals(

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import hasten
 import tritonserver
 from hasten.bundle import Bundle
 from hasten.deploy.tritonserver.program import TritonServer
@@ -22,10 +21,9 @@ pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_classifier: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     target = tmp_path_factory.mktemp("bundles") / "classifier"
-    shapes = {"seq_len": 16, "batch_size": 1}
-    return hasten.build(tiny_classifier("bert"), target, variants=["onnxruntime-fp32"], threads=1, **shapes)
+    return quick_build(tiny_classifier("bert"), target, variants=["onnxruntime-fp32"], seq_len=16, batch_size=1)
 
 
 @pytest.fixture(scope="module")

@@ -202,9 +202,11 @@ def _readme(repository: Repository, packages: str, command: str, length: int) ->
     else:
         models[repository.inference] = "texts in, answers out: it asks the model"
     meaning = ""
-    if repository.is_raw:
-        meaning = " These are the model's own numbers: no softmax, no sigmoid is applied."
-    elif any(text.name == "OPTIONS" for text in repository.inputs):
+    if any(output.labels for output in repository.outputs):
+        meaning = " These are logits: neither softmax nor sigmoid is applied. `labels.txt` has their names."
+    elif len(repository.outputs) > 1:
+        meaning = " The mask tells the vectors of tokens from those of padding."
+    elif not repository.is_raw:
         meaning = ' Answers are JSON, one for each item; options are a JSON object, as in `{"top_k": 3}`.'
     return _README.substitute(
         model=repository.inference,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,7 +83,8 @@ class Check:
 
 
 def is_address(where: str) -> bool:
-    return "://" in where
+    """http://127.0.0.1:8000, or the same without the protocol."""
+    return "://" in where or bool(re.fullmatch(r"[\w.-]+:\d+", where))
 
 
 def check(bundle: Bundle, repository: Repository, url: str, progress: Progress, seconds: float = _SECONDS) -> Check:

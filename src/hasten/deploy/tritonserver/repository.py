@@ -205,20 +205,26 @@ class _Writer:
         return {
             "backend": "python",
             "instance_group": configs.instances(self.options.instances, device),
-            **({"dynamic_batching": self.batching.to_message()} if self.max_texts else {}),
+            **({"dynamic_batching": self._waiting(0.5 if self.is_ensemble else 1.0)} if self.max_texts else {}),
         }
 
     @property
     def cached(self) -> dict[str, Value]:
         return {"response_cache": {"enable": True}} if self.options.cache else {}
 
+    def _waiting(self, share: float) -> Message:
+        """A request goes through two models, and waits in both no longer than it may in all."""
+        return replace(self.batching, delay_us=int(self.batching.delay_us * share)).to_message()
+
     def _write_model(self) -> None:
         options, signature, artifact, has_batch = self.options, self.signature, self.artifact, self.has_batch
+        # What asks it has put requests together already, unless it is asked for one at a time.
+        share = 1.0 if options.is_flat else 0.5 if self.is_ensemble else 0.0
         samples, files = configs.warmup(self.bundle.report.plan.shapes, signature, self.taken)
         rest: dict[str, Value] = {
             **({"backend": "python"} if self.is_python else {"platform": "onnxruntime_onnx"}),
             "instance_group": configs.instances(options.instances, options.device),
-            **({"dynamic_batching": self.batching.to_message()} if has_batch else {}),
+            **({"dynamic_batching": self._waiting(share)} if has_batch else {}),
             "model_warmup": samples,
         }
         if not self.is_python:
@@ -303,8 +309,12 @@ class _Writer:
 
     def _write_code(self, folder: Path, module: str, about: Mapping[str, object], modules: Sequence[str]) -> None:
         (folder / "model.py").write_text(_MODEL_PY.format(module=module), encoding="utf-8")
-        content = msgspec.json.encode(
-            {"signature": self.signature, "least_onnxruntime": self.least_onnxruntime, **about}
-        )
+        entry = next((one for one in self.bundle.manifest.variants if one.name == self.artifact.variant.name), None)
+        needs = {
+            "signature": self.signature,
+            "least_onnxruntime": self.least_onnxruntime,
+            "instructions": () if entry is None else entry.instructions,
+        }
+        content = msgspec.json.encode({**needs, **about})
         (folder / ABOUT).write_bytes(msgspec.json.format(content, indent=1))
         ship([f"hasten.deploy.tritonserver.models.{module}", *modules], folder)

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hasten.core.errors import HastenError, InputError, UnsupportedError
+from hasten.core.hardware import this_machine
+from hasten.core.targets import why_not
 from hasten.core.tensors import DType, Signature, TensorSpec
 from hasten.core.tokenizer import Tokenizer, TokenizerSpec
 
@@ -43,9 +45,11 @@ class Told:
         folder = Path(args["model_repository"]) / args["model_version"]
         told = cls(folder, json.loads((folder / ABOUT).read_text(encoding="utf-8")))
         # The server's backends lie beside each other.
-        check_onnxruntime(
-            Path(server().__file__).absolute().parents[1] / "onnxruntime", told.about["least_onnxruntime"]
-        )
+        backends = Path(server().__file__).absolute().parents[1]
+        check_onnxruntime(backends / "onnxruntime", told.about["least_onnxruntime"])
+        instructions = tuple(told.about["instructions"])
+        if instructions and (reason := why_not(instructions, this_machine())) is not None:
+            raise UnsupportedError(f"the model does not compute right here: {reason}")
         return told
 
     @property
