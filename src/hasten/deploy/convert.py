@@ -251,4 +251,4 @@ def _safer(bundle: Bundle, entry: VariantEntry, options: Options) -> Iterator[st
     if is_batched(about.signature):
         yield f"dynamic batching: texts of one length that come together run together, up to {options.max_rows}"
     if labels := about.task.labels:
-        yield f"labels: answers are named {', '.join(labels[:4])}{', …' if len(labels) > 4 else ''}"
+        yield f"labels: the repository has their names ({', '.join(labels[:4])}{', …' if len(labels) > 4 else ''})"
