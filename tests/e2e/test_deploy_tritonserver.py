@@ -283,6 +283,8 @@ def test_transformer_deploys_clients(deployed: Deployed, name: str) -> None:
         if written.is_raw:
             np.testing.assert_allclose(found, here.outputs(here.encode(items))["logits"], atol=TOLERANCE)
         else:
+            with pytest.raises(StageError, match="the inputs have different numbers of items"):
+                client.infer(written.inference, {**inputs, "CONTEXT": inputs["CONTEXT"][:1]}, ["output"])
             assert found.shape == (len(items),)
             assert are_alike([json.loads(text) for text in found], plain(here(items)), TOLERANCE)
 
@@ -308,6 +310,26 @@ def test_bad_texts_are_refused_alone(deployed: Deployed) -> None:
     tagger = deployed.repositories["token-classification"]
     with Client(deployed.server.url) as client, pytest.raises(StageError, match="unknown option 'strategy'"):
         ask(client, tagger, ["a cat"], {"strategy": "simple"})
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        ([1, 10**6, 2], [1, 1, 1], "input_ids are from 0 to"),
+        ([1, -1, 2], [1, 1, 1], "input_ids are from 0 to"),
+        ([5] * 100, [1] * 100, "a row has 100 tokens, and the model takes 64"),
+        ([1, 5, 2], [1, 0, 1], "ones, then zeros"),
+        ([1, 5, 2], [0, 0, 0], "at least one 1"),
+    ],
+)
+def test_bad_tokens_are_refused(deployed: Deployed, ids: list[int], mask: list[int], message: str) -> None:
+    """OpenVINO reads whatever lies beyond the end of a table."""
+    written = deployed.repositories["token-classification"]
+    signature = deployed.bundles["token-classification"].manifest.signature
+    given = {"input_ids": ids, "attention_mask": mask}
+    inputs = {spec.name: np.array([given[spec.name]], spec.dtype) for spec in signature.inputs}
+    with Client(deployed.server.url) as client, pytest.raises(StageError, match=message):
+        client.infer(written.model, inputs, ["logits"])
 
 
 @pytest.mark.parametrize("name", CACHED)

@@ -253,6 +253,7 @@ class _Writer:
                 "graphs": dict(artifact.graphs),
                 "instances": options.instances,
                 "threads": options.threads,
+                "limits": self._limits(),
             }
             self._write_code(folder, "run", about, [f"hasten.backends.{artifact.variant.backend}"])
 
@@ -289,6 +290,12 @@ class _Writer:
             "is_flat": self.options.is_flat,
         }
         self._write_code(folder, "answer", about, [f"hasten.tasks.{self.spec.name.replace('-', '_')}"])
+
+    def _limits(self) -> dict[str, int]:
+        """The number of tokens, and of their types, that the model has."""
+        tokenizer = self.bundle.tokenizer()
+        types = tokenizer.encode([("a", "a")]).batch.values.get("token_type_ids")
+        return {"input_ids": tokenizer.size, **({} if types is None else {"token_type_ids": int(types.max()) + 1})}
 
     def _begin(self, message: Message) -> Path:
         """The directory of a model with its configuration; the folder of its one version is returned."""

@@ -16,7 +16,7 @@ import numpy as np
 from hasten.core.batching import by_length
 from hasten.core.errors import InputError, StageError
 from hasten.core.tensors import ATTENTION_MASK, Batch, Outputs, gather, pad, real_positions, repad, unpad
-from hasten.deploy.tritonserver.models.request import Tensors, Told, answered, server, strings
+from hasten.deploy.tritonserver.models.request import Tensors, Told, answered, columns, server
 from hasten.tasks import TASKS, Encoded, TaskSpec
 
 OPTIONS = "OPTIONS"
@@ -49,17 +49,17 @@ class TritonPythonModel:
         return answered(requests, self._asked, self._answers)
 
     def _asked(self, request: Any) -> _Asked:
-        columns = {name: values for name in self._fields if (values := strings(request, name.upper())) is not None}
+        given = columns(request, (*(name.upper() for name in self._fields), OPTIONS))
+        said = set(given.pop(OPTIONS, ["{}"]))
         items: list[Any] = [
-            {name: _list_or_text(value) for name, value in zip(columns, values, strict=True)}
-            for values in zip(*columns.values(), strict=True)
+            {name.lower(): _list_or_text(value) for name, value in zip(given, values, strict=True)}
+            for values in zip(*given.values(), strict=True)
         ]
-        if list(columns) == ["text"]:
-            items = columns["text"]
-        given = set(strings(request, OPTIONS) or ["{}"])
-        if len(given) > 1:
+        if list(given) == ["TEXT"]:
+            items = given["TEXT"]
+        if len(said) > 1:
             raise InputError(f"{OPTIONS} differ within a request", hint="ask in several requests")
-        options = self._task.options(self._spec, _options(given.pop()))
+        options = self._task.options(self._spec, _options(said.pop()))
         return _Asked(self._task.encode(self._task.parse(items), self._tokenizer, options), options)
 
     def _answers(self, asked: list[_Asked]) -> Iterator[Tensors]:

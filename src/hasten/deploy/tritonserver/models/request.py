@@ -108,15 +108,20 @@ def answered(
     ]
 
 
-def strings(request: Any, name: str) -> list[str] | None:
-    """Of an input; nothing where a request leaves it out."""
-    tensor = server().get_input_tensor_by_name(request, name)
-    if tensor is None:
-        return None
-    try:
-        return [str(text, "utf-8") for text in tensor.as_numpy().reshape(-1)]
-    except UnicodeDecodeError as error:
-        raise InputError(f"input '{name}' is not UTF-8: {error.reason} at byte {error.start}") from error
+def columns(request: Any, names: Sequence[str]) -> dict[str, list[str]]:
+    """The strings of those inputs that a request brings, as many of each."""
+    found = {}
+    for name in names:
+        tensor = server().get_input_tensor_by_name(request, name)
+        if tensor is None:
+            continue
+        try:
+            found[name] = [str(text, "utf-8") for text in tensor.as_numpy().reshape(-1)]
+        except UnicodeDecodeError as error:
+            raise InputError(f"input '{name}' is not UTF-8: {error.reason} at byte {error.start}") from error
+    if len({len(column) for column in found.values()}) > 1:
+        raise InputError("the inputs have different numbers of items")
+    return found
 
 
 def _response(request: Any, tensors: Tensors) -> Any:

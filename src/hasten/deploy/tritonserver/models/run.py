@@ -34,6 +34,7 @@ class TritonPythonModel:
         variant = Variant.parse(about["variant"])
         artifact = Artifact(variant, self._signature, told.folder / VARIANT, about["graphs"])
         threads = about["threads"] or max(1, usable_cores() // about["instances"])
+        self._limits: Mapping[str, int] = about["limits"]
         self._session = BACKENDS.get(variant.backend).open(artifact, RunOptions(threads))
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
@@ -50,8 +51,18 @@ class TritonPythonModel:
         rows, width = given["input_ids"].shape
         mask = given.pop(ATTENTION_MASK, np.ones((rows, width))) != 0
         lengths = mask.sum(axis=1).astype(np.int32)
-        if not lengths.all() or not np.array_equal(mask, real_positions(lengths, width, self._signature.pads_left)):
+        if (
+            not lengths.size
+            or not lengths.all()
+            or not np.array_equal(mask, real_positions(lengths, width, self._signature.pads_left))
+        ):
             raise InputError("attention_mask must be ones, then zeros, with at least one 1 in each row")
+        if lengths.max() > self._signature.max_length:
+            raise InputError(f"a row has {lengths.max()} tokens, and the model takes {self._signature.max_length}")
+        for name, value in given.items():
+            # Runtimes look up others beyond the end of a table.
+            if value.min() < 0 or value.max() >= self._limits.get(name, np.inf):
+                raise InputError(f"{name} are from 0 to {self._limits[name] - 1}")
         return _Rows(Batch({name: value[mask].astype(np.int32) for name, value in given.items()}, lengths), width)
 
     def _outputs(self, asked: list[_Rows]) -> Iterator[Tensors]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from hasten.core.errors import InputError
 from hasten.core.tensors import pad
-from hasten.deploy.tritonserver.models.request import Tensors, Told, answered, strings
+from hasten.deploy.tritonserver.models.request import Tensors, Told, answered, columns
 
 Text = str | tuple[str, str]
 
@@ -27,12 +27,13 @@ class TritonPythonModel:
         return answered(requests, self._texts, self._tensors)
 
     def _texts(self, request: Any) -> list[Text]:
-        texts, pairs = strings(request, "TEXT") or [], strings(request, "TEXT_PAIR")
-        for place, text in enumerate([*texts, *(pairs or ())]):
-            if not text.strip():
-                raise InputError(f"text {place % len(texts) + 1} is empty")
-        firsts = [self._prompt + text for text in texts]
-        return list(firsts) if pairs is None else list(zip(firsts, pairs, strict=True))
+        given = columns(request, ("TEXT", "TEXT_PAIR"))
+        for column in given.values():
+            for place, text in enumerate(column, 1):
+                if not text.strip():
+                    raise InputError(f"text {place} is empty")
+        texts = [self._prompt + text for text in given["TEXT"]]
+        return list(zip(texts, given["TEXT_PAIR"], strict=True)) if "TEXT_PAIR" in given else list(texts)
 
     def _tensors(self, asked: list[list[Text]]) -> Iterator[Tensors]:
         tokens = self._tokenizer.encode([text for texts in asked for text in texts])
