@@ -50,36 +50,41 @@ def rebench(bundle: Bundle, shapes: Shapes, budget_s: float, threads: int | None
                     f"{error} — compared with {baseline.variant} instead",
                 )
             )
-        rows = _token_rows(bundle)
+        rows = token_rows(bundle)
         measured = bench(
             [baseline, *artifacts], shapes.grid(), rows, budget_s=budget_s, threads=threads, progress=progress
         )
     return Rebench(measured, tuple(refused), this_machine())
 
 
-def _token_rows(bundle: Bundle) -> Batch:
+def token_rows(bundle: Bundle) -> Batch:
+    """The texts of a bundle's reference answers, as the model takes them."""
     task, spec = TASKS.get(bundle.manifest.task.name), bundle.manifest.task
     items = task.parse(list(bundle.reference().rows))
     return task.encode(items, bundle.tokenizer(), task.options(spec, {})).batch
 
 
 def _original(bundle: Bundle, work: Path) -> Artifact:
-    from hasten.builder.given import LoadedGraph, load_graph
-    from hasten.builder.load import LoadedModel, load_model
-    from hasten.builder.source import find_model
-
     about = bundle.manifest
     if about.model.revision is None and not Path(about.model.id).is_dir():
         raise PlanError(f"{about.model.id} is no longer there")
-    pooling = "+".join(about.task.pooling) or None
     plan = Plan(
         about.model.id,
         revision=about.model.revision,
         task=about.task.name,
-        pooling=pooling,
+        pooling="+".join(about.task.pooling) or None,
         file_name=about.model.file,
     )
-    model = find_model(plan)
+    return make_original(plan, work)
+
+
+def make_original(plan: Plan, work: Path, directory: Path | None = None) -> Artifact:
+    """The model that a plan names, unchanged, as what can be opened; `directory` as in a build."""
+    from hasten.builder.given import LoadedGraph, load_graph
+    from hasten.builder.load import LoadedModel, load_model
+    from hasten.builder.source import find_model
+
+    model = find_model(plan, directory=directory)
     loaded: LoadedModel | LoadedGraph = (
         load_model(model, plan) if model.graph is None else load_graph(model, plan, work / "model.onnx")
     )

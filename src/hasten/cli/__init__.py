@@ -9,7 +9,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn, Protocol
 
@@ -39,7 +39,7 @@ class Command(Protocol):
     def main(self, args: argparse.Namespace) -> int: ...
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """One line for a mistake, and the word that was probably meant."""
 
     def error(self, message: str) -> NoReturn:
@@ -48,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
             flags = [flag for action in self._actions for flag in action.option_strings]
             message = f"unknown option {typed[0]}{did_you_mean(typed[0].split('=')[0], flags)}"
         hint = f"{self.prog} --help"
-        if message.startswith("unrecognized arguments: -"):
+        if message.startswith("unrecognized arguments: -") and self._get_positional_actions():
             hint = "put -- before texts that start with a dash"
         elif "required: model" in message:
             hint = "the model comes first: hasten build MODEL --variants …"
@@ -58,8 +58,6 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    # A supervisor's SIGTERM cleans up like Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if not words or words[0].startswith("-"):
         return _top_level(words)
     # Some commands are two words: what to do, and for whom.
@@ -72,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     command = module_of(name)
     # Intermixed: texts may come behind options.
-    return _run(command, parser_for(name, command).parse_intermixed_args(rest))
+    return execute(command.main, parser_for(name, command).parse_intermixed_args(rest))
 
 
 def module_of(name: str) -> Command:
@@ -82,7 +80,7 @@ def module_of(name: str) -> Command:
 
 
 def parser_for(name: str, command: Command) -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"hasten {name}", description=COMMANDS[name], allow_abbrev=False)
+    parser = Parser(prog=f"hasten {name}", description=COMMANDS[name], allow_abbrev=False)
     command.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--quiet", "-q", action="store_true", help="no progress")
@@ -90,7 +88,7 @@ def parser_for(name: str, command: Command) -> argparse.ArgumentParser:
 
 
 def _top_level(words: Sequence[str]) -> int:
-    parser = _Parser(
+    parser = Parser(
         prog="hasten",
         description="Make a Hugging Face transformer fast, prove that it still answers the same, and serve it.",
         epilog="commands:\n" + "\n".join(f"  {name:<19} {what}" for name, what in COMMANDS.items()),
@@ -104,9 +102,12 @@ def _top_level(words: Sequence[str]) -> int:
     return 0
 
 
-def _run(command: Command, args: argparse.Namespace) -> int:
+def execute(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run it; what goes wrong becomes a clear line and its exit code."""
+    # A supervisor's SIGTERM cleans up like Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return command.main(args)
+        return command(args)
     except HastenError as error:
         return _explain(error, args.json)
     except KeyboardInterrupt:

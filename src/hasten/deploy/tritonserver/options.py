@@ -46,6 +46,8 @@ class Options:
     cache: bool = False
     # How long a request waits for others; without it as the benchmark suggests.
     max_delay_us: int | None = None
+    # The most texts that run together; without it the most that the bundle was built for.
+    max_rows: int | None = None
     # Texts of shape [n], as transformer-deploy's clients send them, instead of [n, 1]: they are tokenized one request
     # at a time then, and run together where they are equally long.
     is_flat: bool = False
@@ -62,6 +64,7 @@ class Options:
             ("--instances", self.instances, 1),
             ("--threads", self.threads, 1),
             ("--max-delay-us", self.max_delay_us, 0),
+            ("max_rows", self.max_rows, 1),
         ):
             if value is not None and value < least:
                 raise PlanError(f"{flag} {value} is less than {least}")

@@ -127,7 +127,8 @@ class _Writer:
 
     @cached_property
     def batching(self) -> Batching:
-        return batching(self.bundle.report, self.artifact.variant.name, self.options.max_delay_us)
+        found = batching(self.bundle.report, self.artifact.variant.name, self.options.max_delay_us)
+        return replace(found, max_rows=self.options.max_rows or found.max_rows)
 
     @property
     def max_texts(self) -> int:

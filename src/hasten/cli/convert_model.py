@@ -1,0 +1,200 @@
+"""convert_model -m MODEL: transformer-deploy's command, flag for flag, on hasten's ground."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hasten.cli import Parser, execute
+from hasten.core.errors import PlanError, UnsupportedError
+
+if TYPE_CHECKING:
+    from hasten.deploy.convert import Converted, Order
+
+# Its words for tasks; ours are understood too.
+_TASKS = {"classification": "text-classification", "embedding": "sentence-similarity"}
+_GENERATION = "text-generation"
+_FP32 = ("onnxruntime-fp32",)
+# Dynamic quantization as it comes, and in the way that keeps most of the answers.
+_INT8 = ("onnxruntime-int8", "onnxruntime-int8+attention+smooth+split")
+# Of one request. transformer-deploy sets no limit, and tritonserver wants one where it puts requests together.
+_LEAST_ROWS = 128
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    return execute(main, parser().parse_args(argv))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(
+        prog="convert_model",
+        description="Optimize a transformer, time it, and write a model repository for tritonserver.",
+        epilog="The command line of transformer-deploy, except that an unknown flag is an error.",
+        allow_abbrev=False,
+    )
+    add_arguments(made)
+    return made
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    sizes = ("MIN", "OPT", "MAX")
+    parser.add_argument("-m", "--model", required=True, help="a local directory or a hub id")
+    parser.add_argument("-t", "--tokenizer", help="a tokenizer to take the place of the model's own")
+    parser.add_argument(
+        "--task",
+        default="classification",
+        help="classification (the default), token-classification, question-answering, embedding, or hasten's own word",
+    )
+    parser.add_argument("--auth-token", help="a token of the hub, or True for the one that is stored here")
+    parser.add_argument(
+        "-b", "--batch-size", default=[1, 1, 1], type=int, nargs=3, metavar=sizes, help="texts at a time (1 1 1)"
+    )
+    parser.add_argument(
+        "-s", "--seq-len", default=[16, 16, 16], type=int, nargs=3, metavar=sizes, help="tokens of a text (16 16 16)"
+    )
+    parser.add_argument("-q", "--quantization", action="store_true", help="in int8")
+    parser.add_argument("-w", "--workspace-size", default=10000, type=int, help="MiB, for TensorRT (%(default)s)")
+    parser.add_argument("-o", "--output", default=Path("triton_models"), type=Path, help="a directory (%(default)s)")
+    parser.add_argument("-n", "--name", default="transformer", help="the models' name in the server (%(default)s)")
+    parser.add_argument("-v", "--verbose", action="store_true", help="tell more")
+    parser.add_argument("--fast", action="store_true", help="do not time PyTorch")
+    parser.add_argument(
+        "--backend", default=["onnx"], nargs="*", choices=("onnx", "tensorrt", "pytorch"), help="one or several (onnx)"
+    )
+    parser.add_argument("-d", "--device", choices=("cpu", "cuda"), help="where it will run (cpu)")
+    parser.add_argument("--nb-threads", default=1, type=int, help="threads of one inference (%(default)s)")
+    parser.add_argument("--nb-instances", default=1, type=int, help="copies of the model in the server (%(default)s)")
+    parser.add_argument("--warmup", default=10, type=int, help="batches that are compared and warm up (%(default)s)")
+    parser.add_argument("--nb-measures", default=1000, type=int, help="inferences that are timed (%(default)s)")
+    parser.add_argument("--seed", default=123, type=int, help="draws what is inferred (%(default)s)")
+    parser.add_argument("--atol", default=0.3, type=float, help="largest difference to PyTorch (%(default)s)")
+    parser.add_argument(
+        "--load-external-data", action="store_true", help="taken for granted: weights above 2 GB lie beside their graph"
+    )
+    parser.add_argument("--generative-model", "--generative_model", choices=("gpt", "t5"), help="not there yet")
+    ours = parser.add_argument_group("what transformer-deploy has not")
+    ours.add_argument("--force", action="store_true", help="replace an older deployment of ours at the output")
+    ours.add_argument(
+        "--runtime",
+        choices=("native", "python"),
+        default="native",
+        help="who runs the model: the server's own ONNX Runtime (native), or its Python backend",
+    )
+    ours.add_argument("--data", metavar="FILE", help="rows to verify on, as hasten build takes them (a sample)")
+    ours.add_argument("--bench-budget", default="30s", metavar="TIME", help="for hasten's own benchmark (%(default)s)")
+    ours.add_argument("--pooling", help="for embeddings: mean, cls, … (what the model says)")
+    ours.add_argument("--file-name", metavar="ONNX", help="start from this graph of the model: onnx/model.onnx")
+    ours.add_argument("--allow-pickle", action="store_true", help="load pickled weights, which can run any code")
+    ours.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    ours.add_argument("--json", action="store_true", help="print the result as JSON")
+    ours.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def main(args: argparse.Namespace) -> int:
+    _refuse(args)
+    _take_token(args.auth_token)
+    order = _order(args)
+    import logging
+
+    from hasten.cli import console
+    from hasten.deploy.convert import convert
+
+    progress = console.display(args.quiet)
+    logging.getLogger("hasten").setLevel(logging.INFO if args.verbose else logging.WARNING)
+    logging.getLogger("hasten").info("%s", order)
+    converted = convert(order, args.output, force=args.force, progress=progress)
+    if args.json:
+        console.print_json(converted)
+    else:
+        _print(converted, args)
+    return 0
+
+
+def _refuse(args: argparse.Namespace) -> None:
+    """What transformer-deploy does and hasten does not, said before any work."""
+    if args.task == _GENERATION or args.generative_model is not None:
+        raise UnsupportedError(
+            "text generation is not there yet", hint="--task classification, token-classification, …"
+        )
+    if "tensorrt" in args.backend:
+        if args.device == "cpu":
+            raise PlanError("TensorRT runs on GPUs, and --device is cpu", hint="--backend onnx")
+        is_there = find_spec("tensorrt") is not None
+        reason = "hasten makes no TensorRT engines yet" if is_there else "TensorRT is not installed"
+        raise UnsupportedError(f"the backend tensorrt does not run here: {reason}", hint="--backend onnx")
+    if "onnx" not in args.backend:
+        raise PlanError("PyTorch is timed in any case, and nothing else would be deployed", hint="--backend onnx")
+    if args.device == "cuda":
+        raise UnsupportedError("the backend onnx runs on the CPU, not on 'cuda'", hint="-d cpu")
+    if args.nb_threads < 1:
+        raise PlanError(f"--nb-threads {args.nb_threads} is less than one")
+    if args.nb_instances < 1:
+        raise PlanError(f"--nb-instances {args.nb_instances} is less than one")
+
+
+def _take_token(given: str | None) -> None:
+    """`True` stands for the token that is stored on this machine, which is used in any case."""
+    if given is not None and given.lower() not in ("true", "t"):
+        os.environ["HF_TOKEN"] = given
+
+
+def _order(args: argparse.Namespace) -> Order:
+    from hasten.core.plan import Keep, Plan, Range, Shapes, parse_duration
+    from hasten.deploy.convert import Measures, Order
+    from hasten.deploy.tritonserver import Options, Runtime
+
+    batch = Range.of("--batch-size", tuple(args.batch_size))
+    sequence = Range.of("--seq-len", tuple(args.seq_len))
+    plan = Plan(
+        model=args.model,
+        task=_TASKS.get(args.task, args.task),
+        pooling=args.pooling,
+        file_name=args.file_name,
+        shapes=Shapes(batch, sequence),
+        variants=(*_FP32, *(_INT8 if args.quantization else ())),
+        data=args.data,
+        bench_budget_s=parse_duration(args.bench_budget),
+        threads=args.nb_threads,
+        keep=Keep.ALL,
+        allow_pickle=args.allow_pickle,
+        trust_remote_code=args.trust_remote_code,
+    )
+    measures = Measures(args.warmup, args.nb_measures, args.seed, args.atol, args.fast)
+    # As its clients ask: texts of shape [n], any number of them, and scores by this name.
+    repository = Options(
+        name=args.name,
+        runtime=Runtime(args.runtime),
+        instances=args.nb_instances,
+        device=args.device,
+        max_rows=max(_LEAST_ROWS, batch.max),
+        is_flat=True,
+        output="output",
+    )
+    return Order(plan, measures, repository, args.tokenizer if args.tokenizer != args.model else None)
+
+
+def _print(converted: Converted, args: argparse.Namespace) -> None:
+    from hasten.cli import console
+
+    # Not through the console, which would wrap them: programs read these lines.
+    print("latencies:", *converted.latencies, sep="\n")
+    print(
+        f"Each inference engine output is within {args.atol} tolerance compared to {converted.original} output\n",
+        flush=True,
+    )
+    console.print_report(converted.report)
+    console.out.print("\nunlike transformer-deploy:")
+    for note in converted.notes:
+        console.out.print(f"  {note}", highlight=False, markup=False, soft_wrap=True)
+    console.out.print(f"\n[bold]{converted.variant}[/] is in [bold]{args.output}[/]", highlight=False)
+    console.out.print(f"  {', '.join(converted.models)}", highlight=False)
+    console.out.print(f"  tritonserver --model-repository {converted.path}", highlight=False, markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,0 +1,130 @@
+"""A tiny model through transformer-deploy's command, from its weights to a repository for tritonserver."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from hasten.backends import Artifact
+from hasten.cli.convert_model import run
+from hasten.core.report import Bench, Footprint, Timing
+from hasten.core.statistics import Interval
+from hasten.core.tensors import Shape
+from hasten.graph import depends_on_batch
+
+LINE = re.compile(
+    r"\[(.+)\] mean=\d+\.\d\dms, sd=\d+\.\d\dms, min=\d+\.\d\dms, max=\d+\.\d\dms,"
+    r" median=\d+\.\d\dms, 95p=\d+\.\d\dms, 99p=\d+\.\d\dms"
+)
+SIZES = ["-b", "1", "2", "4", "-s", "8", "16", "16", "--nb-measures", "3", "--warmup", "2", "--quiet"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def instant_benchmark() -> Iterator[None]:
+    """Ours starts a process of PyTorch, which is ten seconds; transformer-deploy's is what is looked at here."""
+
+    def timed(contenders: Sequence[Artifact], shapes: Sequence[Shape], *_: object, **__: object) -> Bench:
+        names = [artifact.variant.name for artifact in contenders]
+        timings = [Timing(name, shapes[0], 1, 1.0, 1.0, None, 1.0, Interval(1.0, 1.0, 1.0), (1.0,)) for name in names]
+        return Bench(names[0], tuple(timings), tuple(Footprint(name, 1.0, 1, 1) for name in names))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hasten.builder.build.bench", timed)
+        yield
+
+
+@pytest.fixture(scope="module")
+def classifier(tiny_classifier: Callable[..., Path]) -> Path:
+    return tiny_classifier("bert")
+
+
+@pytest.fixture(scope="module")
+def words(classifier: Path, texts_file: Path) -> list[str]:
+    return ["-m", str(classifier), "--data", str(texts_file), *SIZES]
+
+
+def test_from_weights_to_repository(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "triton_models"
+    assert run([*words, "-o", str(output), "-n", "tiny"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "latencies:"
+    shown = [LINE.fullmatch(line) for line in lines[1:4]]
+    assert [match[1] for match in shown if match] == [
+        "Pytorch (FP32)",
+        "ONNX Runtime (FP32)",
+        "ONNX Runtime (optimized)",
+    ]
+    assert lines[4] == "Each inference engine output is within 0.3 tolerance compared to Pytorch output"
+    assert {"verified:", "truncation:", "labels:"} <= {line.split()[0] for line in lines if line.startswith("  ")}
+    made = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
+    assert {"model-original.onnx", "model.onnx", "tiny_onnx_model/1/model.onnx"} <= made
+    assert {f"tiny_onnx_{step}/config.pbtxt" for step in ("model", "tokenize", "inference")} <= made
+    assert (output / "model.onnx").read_bytes() == (output / "tiny_onnx_model/1/model.onnx").read_bytes()
+    feeds = {name: np.ones((2, 5), np.int32) for name in _inputs(output / "model.onnx")}
+    ours, theirs = (_scores(output / name, feeds) for name in ("model.onnx", "model-original.onnx"))
+    assert np.abs(ours - theirs).max() < 1e-4
+    # A second time nothing is replaced, until that is asked for.
+    assert run([*words, "-o", str(output)]) == 2
+    assert "--force replaces it" in capsys.readouterr().err
+    assert (output / "tiny_onnx_model").is_dir()
+    assert run([*words, "-o", str(output), "--force", "--fast", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [entry["engine"] for entry in made["latencies"]] == ["ONNX Runtime (FP32)", "ONNX Runtime (optimized)"]
+    assert [len(entry["ms"]) for entry in made["latencies"]] == [3, 3]
+    assert all(entry["max_error"] < 1e-4 for entry in made["latencies"])
+    assert not (output / "tiny_onnx_model").exists()
+    assert (output / "transformer_onnx_model").is_dir()
+
+
+def test_int8_is_what_is_deployed(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Though the benchmark, which here finds all alike, puts fp32 first."""
+    assert run([*words, "-q", "--atol", "9", "-o", str(tmp_path / "out"), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["report"]["chosen"] == "onnxruntime-fp32"
+    assert made["variant"].startswith("onnxruntime-int8")
+    assert depends_on_batch(tmp_path / "out/model.onnx")
+    assert depends_on_batch(tmp_path / "out/transformer_onnx_model/1/model.onnx")
+    assert not depends_on_batch(tmp_path / "out/model-original.onnx")
+
+
+def test_int8_beyond_the_tolerance_writes_nothing(
+    words: list[str], no_leftovers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*words, "-q", "--atol", "1e-7", "-o", str(no_leftovers)]) == 5
+    assert re.match(r"error: .* is away from the original by .*, more than --atol 1e-07", capsys.readouterr().err)
+
+
+def test_another_tokenizer(
+    words: list[str], classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here one that takes cats for dogs is what is shipped, and the model's own files stay as they are."""
+    other = tmp_path / "tokenizer"
+    other.mkdir()
+    about = json.loads((classifier / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = about["model"]["vocab"]
+    vocabulary["cat"], vocabulary["dog"] = vocabulary["dog"], vocabulary["cat"]
+    (other / "tokenizer.json").write_text(json.dumps(about), encoding="utf-8")
+    (other / "tokenizer_config.json").write_bytes((classifier / "tokenizer_config.json").read_bytes())
+    before = {path.name: path.read_bytes() for path in classifier.iterdir()}
+    assert run([*words, "-t", str(other), "-o", str(tmp_path / "out"), "--json"]) == 0
+    shipped = tmp_path / "out/transformer_onnx_tokenize/1/tokenizer.json"
+    assert json.loads(shipped.read_text(encoding="utf-8"))["model"]["vocab"] == vocabulary
+    assert {path.name: path.read_bytes() for path in classifier.iterdir()} == before
+    capsys.readouterr()
+
+
+def _inputs(graph: Path) -> list[str]:
+    session = onnxruntime.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+    return [entry.name for entry in session.get_inputs()]
+
+
+def _scores(graph: Path, feeds: dict[str, Any]) -> Any:
+    session = onnxruntime.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+    return session.run(None, {entry.name: feeds[entry.name] for entry in session.get_inputs()})[0]
