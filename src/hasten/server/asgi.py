@@ -33,15 +33,18 @@ class Asgi:
         app: Callable[[Exchange], None],
         limits: HttpLimits | None = None,
         on_close: Callable[[], object] = lambda: None,
+        *,
+        names_requests: bool = True,
     ) -> None:
         self._app = app
         self._on_close = on_close
+        # Not where the server in front answers with the request's name itself.
+        self._names_requests = names_requests
         self._limits = limits or HttpLimits()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await _live(receive, send)
-            await asyncio.to_thread(self._on_close)
+            await _live(receive, send, self._on_close)
         elif scope["type"] == "http":
             await self._answer(scope, receive, send)
         else:
@@ -75,7 +78,8 @@ class Asgi:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
         if answer.done():
-            await _send(send, answer.result(), exchange.id, has_body=scope["method"] != "HEAD")
+            name = exchange.id if self._names_requests else ""
+            await _send(send, answer.result(), name, has_body=scope["method"] != "HEAD")
         else:
             exchange.leave()
 
@@ -112,11 +116,13 @@ async def _send(send: Send, response: Response, request: str, *, has_body: bool 
     await send({"type": "http.response.body", "body": response.body if has_body else b""})
 
 
-async def _live(receive: Receive, send: Send) -> None:
+async def _live(receive: Receive, send: Send, on_close: Callable[[], object]) -> None:
     while True:
         message = await receive()
         if message["type"] == "lifespan.startup":
             await send({"type": "lifespan.startup.complete"})
         else:
+            # Told when it is so: whoever hears it may end the process.
+            await asyncio.to_thread(on_close)
             await send({"type": "lifespan.shutdown.complete"})
             return

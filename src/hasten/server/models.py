@@ -64,8 +64,12 @@ class Models:
             self._served = {other: served for other, served in self._served.items() if other != name}
         before.close(self._drain_s)
 
+    def know(self, path: Path, name: str) -> None:
+        """Without loading it: that is done when it is asked for."""
+        self._paths[name] = path
+
     def load_again(self, name: str) -> Served:
-        """One that was loaded before, from where it was."""
+        """One that was loaded before, or is known, from where it was."""
         path = self._paths.get(name)
         if path is None:
             raise PlanError(f"'{name}' is none of this server's models", hint=f"known: {', '.join(self._paths)}")
@@ -73,7 +77,7 @@ class Models:
 
     @property
     def paths(self) -> dict[str, Path]:
-        """Of all that were ever loaded."""
+        """Of all that were ever loaded, or are known."""
         return dict(self._paths)
 
     def close(self, drain_s: float) -> bool:

@@ -57,6 +57,35 @@ def _factor(text: str) -> float:
     return number
 
 
+def _share(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise PlanError(f"'{text}' is not a number above 0", hint="write 1, or 0.5")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """How many processes of a fleet; between the two, load decides."""
+
+    least: int
+    # None: as many as there is room for.
+    most: int | None
+
+
+def _replicas(text: str) -> Replicas:
+    if text == "auto":
+        return Replicas(1, None)
+    least, is_range, most = text.partition("-")
+    found = Replicas(_count(least), _count(most if is_range else least))
+    if found.most is not None and found.most < found.least:
+        raise PlanError(f"'{text}' ends before it begins", hint="write 2, 1-8 or auto")
+    return found
+
+
 def _flag(text: str) -> bool:
     known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if text.lower() not in known:
@@ -98,6 +127,7 @@ class Option:
 
 
 _WHERE, _MODELS, _LIMITS, _SAFETY, _LIFE = "where", "models", "limits", "who may ask", "operation"
+_FLEET = "on Ray"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +173,25 @@ class Settings:
     supervise: Annotated[bool, Option(_flag, "", "start it again when it dies or hangs", _LIFE)] = False
     log: Annotated[str, Option(_one_of("text", "json"), "FORM", "text or json, to stderr", _LIFE)] = "text"
     log_requests: Annotated[bool | None, Option(_flag, "", "a line for each request (default: in json)", _LIFE)] = None
+
+    on: Annotated[str, Option(_one_of("here", "ray"), "ENGINE", "what runs it: this process, or Ray Serve", _FLEET)] = (
+        "here"
+    )
+    replicas: Annotated[
+        Replicas | None, Option(_replicas, "COUNT", "N, MIN-MAX as load asks for, or auto (default: 1)", _FLEET)
+    ] = None
+    gpus: Annotated[float | None, Option(_share, "SHARE", "of GPUs for each replica: 0.5 puts two on one", _FLEET)] = (
+        None
+    )
+    max_models: Annotated[
+        int | None, Option(_count, "N", "a replica holds so many, and loads others when asked (default: all)", _FLEET)
+    ] = None
+    address: Annotated[str | None, Option(str, "ADDRESS", "a running cluster's (default: Ray is started)", _FLEET)] = (
+        None
+    )
+    write: Annotated[Path | None, Option(Path, "FILE", "do not run it: write the YAML for `serve deploy`", _FLEET)] = (
+        None
+    )
 
     @property
     def logs_requests(self) -> bool:
