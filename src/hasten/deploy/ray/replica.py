@@ -48,7 +48,7 @@ def application(arguments: dict[str, Any]) -> Any:
         async def check_health(self) -> None:
             replica.check()
 
-    chosen = Bundles
+    chosen: type = Bundles
     if settings.max_models is not None:
         multiplexed = serve.multiplexed(load, max_num_models_per_replica=settings.max_models)
         chosen = type(Bundles.__name__, (Bundles,), {"load": multiplexed})
@@ -74,10 +74,14 @@ class Replica:
                 app.models.know(path, name)
             answer = OnDemand(app, load)
             app.state = State.READY
-        self._asgi = Asgi(answer, http_limits(settings), lambda: app.close(settings.drain), names_requests=False)
+        self._asgi = Asgi(answer, http_limits(settings), self._close, names_requests=False)
 
     def asgi(self) -> Asgi:
         return self._asgi
+
+    def _close(self) -> None:
+        self._app.state = State.DRAINING
+        self._app.close(self._settings.drain)
 
     def update(self, digests: Mapping[str, str]) -> None:
         """Put what lies on the disk now in the place of what is served, where that is something else."""
@@ -105,8 +109,8 @@ class Held:
         self._is_held = True
 
     def __del__(self) -> None:
-        # Ray calls it, and then Python does.
-        if self._is_held:
+        # Ray calls it, and then Python does; at the end all are closed already.
+        if self._is_held and self._app.is_ready:
             self._is_held = False
             with suppress(HastenError):  # somebody has unloaded it
                 self._app.models.unload(self._name)

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from queue import Empty, SimpleQueue
@@ -122,13 +123,12 @@ def _wait() -> None:
 def _attend(settings: Settings, document: dict[str, Any]) -> None:
     """Until asked to stop. On SIGHUP, or as often as is set, bundles that changed are rolled out."""
     asked: SimpleQueue[int] = SimpleQueue()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, _: asked.put(number))
+    for known in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(known, lambda number, _: asked.put(number))
     while True:
-        try:
+        number = int(signal.SIGHUP)
+        with suppress(Empty):
             number = asked.get(timeout=settings.watch)
-        except Empty:
-            number = signal.SIGHUP
         if number != signal.SIGHUP:
             # Asked twice: now.
             signal.signal(number, signal.SIG_DFL)
@@ -182,8 +182,8 @@ def _connect(address: str) -> None:
         elif address != "auto":
             raise ValueError("it is no host:port")
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-    except (OSError, ValueError, RuntimeError) as error:
-        why = str(error).strip().splitlines() or [type(error).__name__]
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        why = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
         raise UnavailableError(f"no Ray cluster at {address}: {why[0]}", hint="ray start --head begins one") from error
 
 
