@@ -94,7 +94,8 @@ def on_ray(setting: Setting, python: str, replicas: int, *options: str) -> Conte
 def deployed_triton(setting: Setting, repository: Path, variant: str) -> Contender:
     """What `hasten deploy tritonserver` writes, as it is."""
     given = [str(setting.bundle), "--runtime", "python", "--variant", variant, "-o", str(repository)]
-    subprocess.run([sys.executable, "-m", "hasten", "deploy", "tritonserver", *given, "--quiet"], check=True)
+    words = [sys.executable, "-m", "hasten", "deploy", "tritonserver", *given]
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
     (ensemble,) = (folder for folder in repository.iterdir() if folder.name.endswith("_inference"))
     outputs = (ensemble / "config.pbtxt").read_text().partition("output")[2]
     output = outputs.partition('name: "')[2].partition('"')[0]

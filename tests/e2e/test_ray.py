@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import hasten
@@ -230,15 +231,24 @@ def test_another_build_is_rolled_out_while_clients_ask(fleet: Fleet, made: Made)
     assert fleet.replicas() == before
 
 
-def test_a_damaged_build_leaves_the_one_before(fleet: Fleet, made: Made, tmp_path: Path) -> None:
-    damaged = tmp_path / "damaged"
+def test_a_build_that_cannot_be_served_leaves_the_one_before(fleet: Fleet, made: Made, tmp_path: Path) -> None:
+    before = fleet.replicas()
+    damaged, other_answers = tmp_path / "damaged", tmp_path / "other-answers"
     shutil.copytree(made.bundle.path, damaged)
     (damaged / "tokenizer" / "tokenizer.json").write_text("{}")
-    swap(made.link, damaged)
-    fleet.process.send_signal(signal.SIGHUP)
-    until(lambda: "cannot be served, the one before stays" in fleet.log, "the refusal", PATIENCE_S)
-    assert fleet.label() in OTHERS
+    # Whole, as far as hashes tell.
+    shutil.copytree(made.bundle.path, other_answers)
+    with np.load(other_answers / "reference" / "outputs.npz") as arrays:
+        outputs = {name: -arrays[name] for name in arrays.files}
+    np.savez(other_answers / "reference" / "outputs.npz", **outputs)
+    sealed(Bundle(other_answers, made.bundle.manifest))
+    for bundle, why in ((damaged, "does not match its hash"), (other_answers, "what runs stays")):
+        swap(made.link, bundle)
+        fleet.process.send_signal(signal.SIGHUP)
+        until(lambda why=why: why in fleet.log, why, PATIENCE_S)
+        assert fleet.label() in OTHERS
     swap(made.link, made.other.path)
+    assert fleet.replicas() == before
 
 
 def test_nothing_changes_where_nothing_has_changed(fleet: Fleet, made: Made) -> None:

@@ -164,7 +164,10 @@ def test_yaml_is_written_over_its_like_alone(bundle: Bundle, tmp_path: Path) -> 
     assert sorted(entry.name for entry in tmp_path.glob("*fleet*")) == ["fleet.yaml"]
 
 
-def test_the_command_line(bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(
+    bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hasten.server.logs.set_up", lambda _: None)  # it would stay for other tests
     file = tmp_path / "fleet.yaml"
     (bundle.path / "config.json").write_text("{}")
     words = ["serve", str(bundle.path), "--on", "ray", "--replicas", "1-4", "--gpus", "0.25", "--write", str(file)]

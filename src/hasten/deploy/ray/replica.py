@@ -57,6 +57,15 @@ def application(arguments: dict[str, Any]) -> Any:
     return serve.deployment(ingress(chosen), name=DEPLOYMENT).bind()
 
 
+def open_once(arguments: dict[str, Any]) -> None:
+    """Each bundle, as a replica would, and close it."""
+    settings = Settings.read(arguments, environment={})
+    app = make_app(settings)
+    for name, path in bundle_paths(settings).items():
+        app.models.load(path, name)
+        app.models.unload(name)
+
+
 class Replica:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -19,6 +19,7 @@ from hasten.bundle import open_bundle
 from hasten.core.errors import HastenError, PlanError, StageError, UnavailableError, UnsupportedError, missing_package
 from hasten.core.hardware import usable_cores
 from hasten.deploy.ray.config import APPLICATION, fleet, share_of, write
+from hasten.deploy.ray.replica import open_once
 from hasten.server.run import Addresses
 from hasten.server.settings import Settings
 
@@ -78,7 +79,10 @@ def deploy(document: dict[str, Any]) -> str:
     options = {name: document[name] for name in ("proxy_location", "http_options", "logging_config")}
     serve.start(**options)
     client = _get_global_client()
-    kept = _others(client.get_serve_details()["applications"])
+    running = client.get_serve_details()["applications"]
+    kept = _others(running)
+    if APPLICATION in running:
+        _try(document["applications"][0], running[APPLICATION].get("deployed_app_config") or {})
     whole = {**document, "applications": [*kept, *document["applications"]]}
     client.deploy_apps(ServeDeploySchema.model_validate(whole))
     _wait()
@@ -86,6 +90,21 @@ def deploy(document: dict[str, Any]) -> str:
     http = client.http_config
     host = f"[{http.host}]" if ":" in http.host else http.host
     return f"{'https' if http.ssl_certfile else 'http'}://{host}:{http.port}"
+
+
+def _try(wanted: dict[str, Any], running: dict[str, Any]) -> None:
+    """Open what is to replace something once beside it: a replica that fails at that is lost."""
+    import ray
+
+    (after,), before = wanted["deployments"], running.get("deployments", [{}])
+    is_same = wanted["args"] == running.get("args") and after["user_config"] == before[0].get("user_config")
+    if is_same or "num_gpus" in after["ray_actor_options"]:  # there may be no other share of a GPU to try it on
+        return
+    try:
+        ray.get(ray.remote(num_cpus=0)(open_once).remote(wanted["args"]))
+    except ray.exceptions.RayError as error:
+        why = getattr(error, "cause", error)
+        raise StageError(f"what runs stays, since this cannot be opened: {_last_line(str(why))}") from error
 
 
 def _others(applications: dict[str, Any]) -> list[dict[str, Any]]:
@@ -111,13 +130,19 @@ def _wait() -> None:
         if state == "RUNNING":
             return
         if state == "DEPLOY_FAILED":
-            lines = [line.strip() for line in message.splitlines() if line.strip()]
-            why = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else state)
-            raise StageError(f"Ray could not start it: {why}", hint="Ray's own log says more, in logs/serve")
+            raise StageError(
+                f"Ray could not start it: {_last_line(message)}", hint="Ray's own log says more, in logs/serve"
+            )
         if message != told:
             told = message
             logger.info("%s", message)
         time.sleep(_POLL_S)
+
+
+def _last_line(message: str) -> str:
+    """Of a traceback the line that says what went wrong."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["it does not say why"]
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1])
 
 
 def _attend(settings: Settings, document: dict[str, Any]) -> None:
@@ -145,7 +170,7 @@ def _again(settings: Settings, document: dict[str, Any]) -> dict[str, Any]:
             deploy(changed)
             logger.info("what has changed is served now")
     except HastenError as error:
-        logger.error("what has changed cannot be served, the one before stays: %s", error)
+        logger.error("what has changed is not served: %s", error)
         return document
     return changed
 
@@ -154,6 +179,8 @@ def _start(settings: Settings) -> None:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Whoever reaches Ray's own ports may run code: with a token alone, which Ray makes where there is none.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
     share, replicas = share_of(settings), settings.replicas
     # More replicas than cores are slow, not forbidden: on one machine that is for its owner to say.
     cores = max(usable_cores(), share.cpus * (replicas.most or replicas.least if replicas is not None else 1))
