@@ -19,6 +19,7 @@ from hasten.core.statistics import Interval
 from hasten.core.tensors import Shape
 from hasten.deploy.ray.config import fleet, full_batch, write
 from hasten.deploy.ray.replica import asked_model
+from hasten.deploy.ray.run import others
 from hasten.server.exchange import Exchange
 from hasten.server.settings import Replicas, Settings
 
@@ -130,6 +131,7 @@ def test_links_stay_links(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.Mo
         ({"max_connections": 3}, "--max-connections is nothing"),
         ({"tls_cert": Path("cert")}, "a certificate and its key"),
         ({"key_file": Path("nothing")}, "there is no file /.*nothing"),
+        ({"port": 0, "address": "auto"}, "a cluster listens where it is told"),
         ({"variant": "openvino-int4"}, "no variant 'openvino-int4'"),
     ],
 )
@@ -143,6 +145,15 @@ def test_keys_of_this_environment_are_not_left_behind(bundle: Bundle, monkeypatc
     assert fleet(settings(bundle))
     with pytest.raises(PlanError, match="does not reach a cluster"):
         fleet(settings(bundle, address="auto"))
+
+
+def test_other_applications_of_a_cluster_stay() -> None:
+    other = {"route_prefix": "/other", "deployed_app_config": {"name": "other", "import_path": "a:b"}}
+    by_hand = {"route_prefix": "/by-hand", "deployed_app_config": None}
+    found = others({"hasten": {"route_prefix": "/"}, "other": other, "by-hand": by_hand})
+    assert found == [{"name": "other", "import_path": "a:b"}]
+    with pytest.raises(PlanError, match="'default' of this cluster answers at / already"):
+        others({"default": {"route_prefix": "/"}})
 
 
 def test_a_bundle_that_is_not_there(tmp_path: Path) -> None:

@@ -165,6 +165,8 @@ def _refuse(settings: Settings) -> None:
         if file is not None and not file.is_file():
             raise PlanError(f"there is no file {file}")
     is_remote = settings.address is not None or settings.write is not None
+    if is_remote and settings.port == 0:
+        raise PlanError("a cluster listens where it is told", hint="--port N")
     if is_remote and os.environ.get("HASTEN_API_KEYS"):
         # Left behind here, it would leave the fleet open to all.
         raise PlanError("HASTEN_API_KEYS does not reach a cluster", hint="--key-file FILE, on every node")

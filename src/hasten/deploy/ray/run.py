@@ -56,9 +56,11 @@ def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: No
         else:
             _connect(str(settings.address))
         signal.signal(signal.SIGTERM, on_term)  # Ray has set its own
-        on_ready(Addresses(deploy(document), None))
-        if is_own:
-            _attend(settings, document)
+        where = Addresses(deploy(document), None)
+        asked = _signals() if is_own else None
+        on_ready(where)
+        if asked is not None:
+            _attend(settings, document, asked)
             logger.info("stopping: what was taken is answered first")
             serve.shutdown()
     finally:
@@ -80,7 +82,7 @@ def deploy(document: dict[str, Any]) -> str:
     serve.start(**options)
     client = _get_global_client()
     running = client.get_serve_details()["applications"]
-    kept = _others(running)
+    kept = others(running)
     if APPLICATION in running:
         _try(document["applications"][0], running[APPLICATION].get("deployed_app_config") or {})
     whole = {**document, "applications": [*kept, *document["applications"]]}
@@ -107,7 +109,7 @@ def _try(wanted: dict[str, Any], running: dict[str, Any]) -> None:
         raise StageError(f"what runs stays, since this cannot be opened: {_last_line(str(why))}") from error
 
 
-def _others(applications: dict[str, Any]) -> list[dict[str, Any]]:
+def others(applications: dict[str, Any]) -> list[dict[str, Any]]:
     """What else the cluster runs: whatever a document does not list is taken away."""
     kept = []
     for name, about in applications.items():
@@ -145,11 +147,15 @@ def _last_line(message: str) -> str:
     return next((line for line in reversed(lines) if "Error" in line), lines[-1])
 
 
-def _attend(settings: Settings, document: dict[str, Any]) -> None:
-    """Until asked to stop. On SIGHUP, or as often as is set, bundles that changed are rolled out."""
+def _signals() -> SimpleQueue[int]:
     asked: SimpleQueue[int] = SimpleQueue()
     for known in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(known, lambda number, _: asked.put(number))
+    return asked
+
+
+def _attend(settings: Settings, document: dict[str, Any], asked: SimpleQueue[int]) -> None:
+    """Until asked to stop. On SIGHUP, or as often as is set, bundles that changed are rolled out."""
     while True:
         number = int(signal.SIGHUP)
         with suppress(Empty):
