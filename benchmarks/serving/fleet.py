@@ -100,6 +100,7 @@ def line_up(setting: Setting, ray: str, repository: Path, only: str) -> Iterator
         one,
         on_ray(setting, ray, 1, *given),
         on_ray(setting, ray, 2, *given),
+        peer(setting, "ray_onnxruntime.py", graph, "Ray Serve by hand, our graph", is_restless=True),
         peer(setting, "fastapi_onnxruntime.py", graph, "FastAPI, our graph"),
     ]
     yield from (contender for contender in contenders if only in contender.name)

@@ -20,7 +20,9 @@ from hasten.core.tensors import Shape
 from hasten.deploy.ray.config import fleet, full_batch, write
 from hasten.deploy.ray.replica import asked_model
 from hasten.deploy.ray.run import others
+from hasten.server.app import PROTOCOLS
 from hasten.server.exchange import Exchange
+from hasten.server.routes import Router
 from hasten.server.settings import Replicas, Settings
 
 
@@ -203,8 +205,12 @@ def test_the_command_line(
         ("GET", "/v1/models", b"", None),
         ("GET", "/v2/health/ready", b"", None),
         ("POST", "/v2/repository/index", b"", None),
+        ("POST", "/v2/repository/models/one/unload", b"", None),
+        ("POST", "/rerank", b'{"query": "a", "texts": [], "model": "three"}', "three"),
+        ("POST", "/nothing", b"{}", None),
     ],
 )
 def test_the_model_that_a_request_is_about(method: str, path: str, body: bytes, expected: str | None) -> None:
     path, _, query = path.partition("?")
-    assert asked_model(Exchange(method, path, query, {}, body, lambda _: None)) == expected
+    router = Router(route for routes in PROTOCOLS for route in routes)
+    assert asked_model(router, Exchange(method, path, query, {}, body, lambda _: None)) == expected

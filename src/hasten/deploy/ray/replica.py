@@ -7,22 +7,24 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
-from urllib.parse import parse_qs, unquote
+from urllib.parse import parse_qs
 
 import msgspec
 
 from hasten.core.errors import HastenError, InputError, UnavailableError
 from hasten.deploy.ray.config import DEPLOYMENT
-from hasten.server import logs
+from hasten.server import logs, tei
 from hasten.server.app import App, State
 from hasten.server.asgi import Asgi
 from hasten.server.exchange import Exchange
+from hasten.server.routes import NotFoundError, Router
 from hasten.server.run import bundle_paths, http_limits, load_models, make_app
 from hasten.server.settings import Settings
 
 logger = logging.getLogger("hasten")
 
 Load = Callable[[str], Awaitable[object]]
+_REPOSITORY = "/v2/repository/"
 
 
 def application(arguments: dict[str, Any]) -> Any:
@@ -130,6 +132,7 @@ class OnDemand:
 
     def __init__(self, app: App, load: Load) -> None:
         self._app, self._load = app, load
+        self._router = Router(app.routes)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __call__(self, exchange: Exchange) -> None:
@@ -140,7 +143,7 @@ class OnDemand:
     async def _answer(self, exchange: Exchange) -> None:
         try:
             # Not in the event loop: a body may be large.
-            name = await asyncio.to_thread(asked_model, exchange)
+            name = await asyncio.to_thread(asked_model, self._router, exchange)
             if name in (known := self._app.models.paths):
                 self._app.admit(exchange.headers.get("authorization", ""))
                 await self._load(name)
@@ -159,16 +162,19 @@ class _Named(msgspec.Struct):
     model: str = ""
 
 
-def asked_model(exchange: Exchange) -> str | None:
+def asked_model(router: Router, exchange: Exchange) -> str | None:
     """The model that a request names in its path, its query or its body; None where it is about none."""
-    parts = [unquote(part) for part in exchange.path.strip("/").split("/")]
-    if parts[:2] == ["v2", "models"] and len(parts) > 2:
-        return parts[2]
-    if parts[0] == "models" and len(parts) > 1:
-        return parts[1]
-    if parts == ["info"]:
+    try:
+        route, names = router.find(exchange.method, exchange.path)
+    except NotFoundError:
+        return None
+    if route.path.startswith(_REPOSITORY):
+        return None  # these load and unload by themselves
+    if "model" in names:
+        return names["model"]
+    if route.handle is tei.info:
         return parse_qs(exchange.query).get("model", [""])[0]
-    if exchange.method != "POST" or parts[0] == "v2":
+    if "model" not in getattr(route.body, "__struct_fields__", ()):
         return None
     try:
         return msgspec.json.decode(exchange.content(), type=_Named).model
