@@ -71,7 +71,7 @@ class Fleet:
     def __init__(self, python: str, folder: Path, *words: str) -> None:
         self.python, self._log = python, folder / "log"
         # Ray asks whoever connects for a token, which it would otherwise keep in the home directory.
-        self.environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.environment = {**os.environ, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         command = [python, "-m", "hasten", "serve", *words, "--on", "ray", "--port", "0", *LEAN]
         out = folder / "out"
         with out.open("wb") as stdout, self._log.open("wb") as stderr:
@@ -299,9 +299,7 @@ def test_a_cluster_that_is_not_there(made: Made) -> None:
 
 
 def run(fleet: Fleet, *words: str) -> str:
-    command = [fleet.python, *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=PATIENCE_S, env=fleet.environment
-    )
+    command, environment = [fleet.python, *words], {**fleet.environment, "RAY_AUTH_MODE": "token"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout

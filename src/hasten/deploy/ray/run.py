@@ -46,6 +46,10 @@ def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: No
         raise missing_package("ray", "serving on Ray", "ray")
     if settings.host not in _LOCAL and settings.key_file is None and not os.environ.get("HASTEN_API_KEYS"):
         logger.warning("anyone who reaches %s may ask: no API keys are set (--key-file)", settings.host)
+    if is_own:
+        # Read when Ray is imported. Whoever reaches its own ports may run code: with a token alone, which it makes.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
     from ray import serve
 
@@ -184,20 +188,20 @@ def _again(settings: Settings, document: dict[str, Any]) -> dict[str, Any]:
 def _start(settings: Settings) -> None:
     import ray
 
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Whoever reaches Ray's own ports may run code: with a token alone, which Ray makes where there is none.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
     share, replicas = share_of(settings), settings.replicas
     # More replicas than cores are slow, not forbidden: on one machine that is for its owner to say.
     cores = max(usable_cores(), share.cpus * (replicas.most or replicas.least if replicas is not None else 1))
-    ray.init(
-        address="local",
-        num_cpus=cores,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        # Its lines are for people.
-        log_to_driver=settings.log == "text",
-    )
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cores,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            # Its lines are for people.
+            log_to_driver=settings.log == "text",
+        )
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise UnavailableError(f"Ray does not start: {_last_line(str(error))}") from error
     logger.info("Ray is started: its address is %s", ray.get_runtime_context().gcs_address)
     least = replicas.least if replicas is not None else 1
     if settings.gpus is not None and (there := ray.cluster_resources().get("GPU", 0.0)) < settings.gpus * least:
