@@ -35,7 +35,9 @@ PATIENCE_S = 120.0
 LEAN = ("--threads", "1", "--instances", "1")
 
 
-def python_with_ray() -> str:
+@pytest.fixture(scope="module")
+def python() -> str:
+    """One that has Ray."""
     given = os.environ.get("HASTEN_RAY_ENV")
     if given:
         return str(Path(given, "bin", "python"))
@@ -132,9 +134,9 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(python: str, made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("ray")
-    started = Fleet(python_with_ray(), folder, str(made.link), "--replicas", "2")
+    started = Fleet(python, folder, str(made.link), "--replicas", "2")
     yield started
     replicas = started.replicas()
     assert replicas
@@ -287,8 +289,7 @@ def test_the_yaml_deploys(fleet: Fleet, made: Made, tmp_path: Path) -> None:
         fleet.ask("/predict", {"inputs": TEXTS[0]})
 
 
-def test_a_cluster_that_is_not_there(made: Made) -> None:
-    python = python_with_ray()
+def test_a_cluster_that_is_not_there(python: str, made: Made) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         free_port = free.getsockname()[1]
     words = ["serve", str(made.bundle.path), "--on", "ray", "--address", f"127.0.0.1:{free_port}", *LEAN]

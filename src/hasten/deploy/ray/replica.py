@@ -96,12 +96,13 @@ class Replica:
 
     def update(self, digests: Mapping[str, str]) -> None:
         """Put what lies on the disk now in the place of what is served, where that is something else."""
-        for served in list(self._app.models):
-            if served.bundle.manifest.digest == digests.get(served.name):
-                continue
-            found = self._app.models.load_again(served.name).bundle.manifest.digest
-            if found != digests.get(served.name):
-                logger.warning("%s on this node is not what was deployed: deploy again", served.name)
+        models, paths = self._app.models, bundle_paths(self._settings)
+        there = {served.name: served.bundle.manifest.digest for served in models}
+        for name, digest in digests.items():
+            if self._settings.max_models is not None and name not in there:
+                models.know(paths[name], name)
+            elif there.get(name) != digest and models.load(paths[name], name).bundle.manifest.digest != digest:
+                logger.warning("%s on this node is not what was deployed: deploy again", name)
 
     def check(self) -> None:
         if not self._app.is_alive():

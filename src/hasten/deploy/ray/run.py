@@ -20,7 +20,7 @@ from hasten.core.errors import HastenError, PlanError, StageError, UnavailableEr
 from hasten.core.hardware import usable_cores
 from hasten.deploy.ray.config import APPLICATION, fleet, share_of, write
 from hasten.deploy.ray.replica import open_once
-from hasten.server.run import Addresses
+from hasten.server.run import Addresses, bundle_paths
 from hasten.server.settings import Settings
 
 logger = logging.getLogger("hasten")
@@ -40,8 +40,7 @@ def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: No
     if is_own:
         settings = replace(settings, port=_free_port(settings.host, settings.port))
     document = fleet(settings)
-    for bundle in settings.bundles:
-        open_bundle(bundle).check()
+    _check(settings)
     if find_spec("ray") is None:
         raise missing_package("ray", "serving on Ray", "ray")
     if settings.host not in _LOCAL and settings.key_file is None and not os.environ.get("HASTEN_API_KEYS"):
@@ -70,6 +69,11 @@ def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: No
     finally:
         # Of our own with all its processes; of a cluster our connection.
         ray.shutdown()
+
+
+def _check(settings: Settings) -> None:
+    for path in bundle_paths(settings).values():
+        open_bundle(path).check()
 
 
 def deploy(document: dict[str, Any]) -> str:
@@ -175,8 +179,7 @@ def _again(settings: Settings, document: dict[str, Any]) -> dict[str, Any]:
     try:
         changed = fleet(settings)
         if changed != document:
-            for bundle in settings.bundles:
-                open_bundle(bundle).check()
+            _check(settings)
             deploy(changed)
             logger.info("what has changed is served now")
     except HastenError as error:
