@@ -190,6 +190,16 @@ def test_keys(classifier: Bundle, tmp_path: Path) -> None:
     for key in ("first", "second"):
         assert started.ask("POST", "/predict", {"inputs": TEXT}, Authorization=f"Bearer {key}")[0] == 200
     assert started.ask("POST", "/predict", {"inputs": TEXT}, Authorization="Bearer other")[0] == 401
+    # Nothing of a large body is read from whoever has none.
+    for line, sent, status in (
+        ("POST /predict", "content-length: 1000000", 401),
+        ("POST /v1/embeddings", "transfer-encoding: chunked", 401),
+        ("GET /health", "content-length: 1000000", 413),
+        ("POST /nothing", "content-length: 1000000", 404),
+    ):
+        with socket.create_connection(("127.0.0.1", started.port), timeout=20) as raw:
+            raw.sendall(f"{line} HTTP/1.1\r\nhost: x\r\n{sent}\r\n\r\n".encode())
+            assert raw.recv(2**16).startswith(f"HTTP/1.1 {status}".encode()), line
     assert started.stop()[0] == 0
 
 

@@ -13,6 +13,7 @@ import hasten
 from hasten.bundle import Bundle
 from hasten.server.asgi import Asgi
 from hasten.server.connection import HttpLimits
+from hasten.server.keys import Keys
 from hasten.server.run import load_models, make_app
 from hasten.server.settings import Settings
 
@@ -77,6 +78,25 @@ def test_it_answers_as_in_process(asgi: Asgi, bundle: Bundle) -> None:
 )
 def test_other_statuses(asgi: Asgi, method: str, path: str, body: bytes, status: int) -> None:
     assert ask(asgi, method, path, [body])[0] == status
+
+
+def test_a_large_body_is_not_read_from_whoever_has_no_key(bundle: Bundle) -> None:
+    app = make_app(Settings((str(bundle.path),)))
+    app.keys = Keys(["first"])
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()  # it does not come
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-length", b"1000000")]
+    scope = {"type": "http", "method": "POST", "path": "/predict", "query_string": b"", "headers": headers}
+    asyncio.run(asyncio.wait_for(Asgi(app)(scope, receive, send), 20))
+    assert sent[0]["status"] == 401
+    assert app.close(5.0)
 
 
 def test_a_client_that_leaves_is_not_waited_for(asgi: Asgi) -> None:

@@ -343,22 +343,45 @@ def test_tei_rerank(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "what"),
+    ("path", "body", "status", "kind", "what"),
     [
-        ("/embed", {"inputs": "word " * 500}, "longer than"),
-        ("/embed", {"inputs": []}, "empty"),
-        ("/embed", {}, "inputs"),
-        ("/embed", b"{", "not JSON"),
-        ("/rerank", {"query": "one", "texts": []}, "texts is empty"),
-        ("/rerank", {"query": "one"}, "texts"),
-        ("/rerank", {"query": "one", "texts": ["word " * 500]}, "longer than"),
+        ("/embed", {"inputs": "word " * 500}, 413, "Validation", "longer than"),
+        ("/embed", {"inputs": ["a"] * 2000}, 413, "Validation", "2000 items are more than"),
+        ("/embed", {"inputs": []}, 400, "Empty", "empty"),
+        ("/embed", {"inputs": ""}, 422, "Tokenizer", "empty"),
+        ("/embed", {}, 422, "Tokenizer", "inputs"),
+        ("/embed", b"{", 422, "Tokenizer", "not JSON"),
+        ("/embed", {"inputs": "a", "model": "classifier"}, 424, "Backend", "none that gives embeddings"),
+        ("/embed", {"inputs": "a", "model": "nobody"}, 404, "Validation", "no model 'nobody'"),
+        ("/rerank", {"query": "one", "texts": []}, 400, "Empty", "texts is empty"),
+        ("/rerank", {"query": "one"}, 422, "Tokenizer", "texts"),
+        ("/rerank", {"query": "one", "texts": ["a"] * 2000}, 413, "Validation", "2000 texts are more than"),
+        ("/rerank", {"query": "one", "texts": ["word " * 500]}, 413, "Validation", "longer than"),
     ],
 )
-def test_tei_errors(server: Server, path: str, body: Any, what: str) -> None:
-    status, _, content = server.ask("POST", path, body)
+def test_tei_errors(server: Server, path: str, body: Any, status: int, kind: str, what: str) -> None:
+    def computed() -> list[str]:
+        lines = server.ask("GET", "/metrics")[2].decode().splitlines()
+        return [line for line in lines if line.startswith("hasten_compute_seconds_count")]
+
+    before = computed()
+    found, _, content = server.ask("POST", path, body)
     wrong = json.loads(content)
-    assert (status, set(wrong), wrong["error_type"]) == (400, {"error", "error_type"}, "Validation"), content
+    assert (found, set(wrong), wrong["error_type"]) == (status, {"error", "error_type"}, kind), content
     assert what in wrong["error"]
+    assert computed() == before  # refused before anything was
+
+
+def test_tei_counts_what_goes_wrong_in_its_own_way() -> None:
+    from hasten.core.errors import OverloadedError, StageError, UnavailableError
+    from hasten.server.tei import count, tell
+
+    for error, status, kind in (
+        (OverloadedError("too many", retry_after_s=1), 429, "Overloaded"),
+        (StageError("the model failed"), 424, "Backend"),
+        (UnavailableError("it stops"), 503, "Unhealthy"),
+    ):
+        assert (count(error), tell(error)["error_type"]) == (status, kind)
 
 
 # curl

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -290,6 +291,44 @@ def test_what_is_no_message_and_methods_that_are_not_there(server: Server, clien
     refused(client.get_model_config, "UNIMPLEMENTED", "this server has no ModelConfig", "classifier")
     refused(client.get_inference_statistics, "UNIMPLEMENTED", "this server has no ModelStatistics", "classifier")
     refused(client.get_system_shared_memory_status, "UNIMPLEMENTED", "this server has no SystemSharedMemoryStatus")
+
+
+def test_whoever_has_no_key_holds_no_thread(classifier: Bundle) -> None:
+    """Whatever is asked, it is refused before anything of it has come; health is waited for, but not for long."""
+    pb = pytest.importorskip("grpc_health.v1.health_pb2", reason="grpcio-health-checking is not installed")
+    from grpc_health.v1.health_pb2_grpc import HealthStub
+
+    is_over = threading.Event()
+
+    def silence(*first: Any) -> Iterator[Any]:
+        yield from first
+        is_over.wait()
+
+    health, metadata = "grpc.health.v1.Health", [("authorization", "Bearer first")]
+    words = ("--read-timeout", "0.5s", "--idle-timeout", "0.25s")
+    with served(str(classifier.path), *words, HASTEN_API_KEYS="first") as guarded, channel(guarded) as opened:
+        # With a key, what is asked is answered; a stream on which nothing is asked any more ends.
+        stream = stub(opened).ModelStreamInfer(silence(one_text()), metadata=metadata, timeout=30)
+        assert next(stream).infer_response.model_name == "classifier"
+        expected = {
+            f"{SERVICE}/ModelInfer": "UNAUTHENTICATED",
+            f"{SERVICE}/ModelStreamInfer": "UNAUTHENTICATED",
+            f"{SERVICE}/ModelConfig": "UNAUTHENTICATED",
+            "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": "UNAUTHENTICATED",
+            f"{SERVICE}/ServerLive": "CANCELLED",
+            f"{health}/Check": "CANCELLED",
+            f"{health}/Watch": "CANCELLED",
+        }
+        calls = {method: opened.stream_unary(f"/{method}").future(silence(), timeout=30) for method in expected}
+        assert {method: call.code().name for method, call in calls.items()} == expected
+        assert HealthStub(opened).Check(pb.HealthCheckRequest(), timeout=30).status == pb.HealthCheckResponse.SERVING
+        assert (
+            opened.stream_unary(f"/{SERVICE}/ServerLive").future(iter([]), timeout=30).code().name == "INVALID_ARGUMENT"
+        )
+        with pytest.raises(grpc.RpcError) as error:
+            next(stream)
+        assert "nothing was asked for 1 s" in error.value.details()
+        is_over.set()
 
 
 def test_messages_that_are_too_large(classifier: Bundle) -> None:

@@ -68,11 +68,15 @@ def test_tls(classifier_bundle: Bundle, certificate: tuple[Path, Path], tmp_path
 
 @pytest.mark.parametrize(
     ("words", "wrong"),
-    [(["--tls-cert"], "a certificate and its key"), (["--tls-cert", "--tls-key"], "no certificate and key in")],
+    [
+        (["--tls-cert", "no.pem"], "a certificate and its key"),
+        (["--tls-cert", "no.pem", "--tls-key", "no.pem"], "no certificate and key in"),
+        (["--tls-cert", "no.pem", "--tls-key", "nowhere.pem"], "nowhere.pem (--tls-key names it)"),
+    ],
 )
 def test_tls_that_cannot_be(classifier_bundle: Bundle, tmp_path: Path, words: list[str], wrong: str) -> None:
     (tmp_path / "no.pem").write_text("no certificate")
-    given = [word for option in words for word in (option, str(tmp_path / "no.pem"))]
+    given = [word if word.startswith("-") else str(tmp_path / word) for word in words]
     with Running(tmp_path, str(classifier_bundle.path), *QUIET, *given) as server:
         assert server.end() == 2
         assert wrong in server.lines[-1]["message"]

@@ -42,12 +42,14 @@ pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
 # --- starting
 
 
-def test_it_listens_first_and_is_ready_last(obstinate_bundle: Bundle, tmp_path: Path, free_port: int) -> None:
+def test_it_listens_first_and_is_ready_last(
+    classifier_bundle: Bundle, obstinate_bundle: Bundle, tmp_path: Path, free_port: int
+) -> None:
     grpc = pytest.importorskip("grpc")
     health = importlib.import_module("grpc_health.v1.health_pb2")
     stubs = importlib.import_module("grpc_health.v1.health_pb2_grpc")
     (tmp_path / "wait").touch()
-    words = (str(obstinate_bundle.path), *LEAN, "--grpc-port", str(free_port))
+    words = (str(classifier_bundle.path), str(obstinate_bundle.path), *LEAN, "--grpc-port", str(free_port))
     with (
         Running(tmp_path, *words, **obstinacy(obstinate_bundle, tmp_path)) as server,
         grpc.insecure_channel(f"127.0.0.1:{free_port}") as channel,
@@ -58,9 +60,16 @@ def test_it_listens_first_and_is_ready_last(obstinate_bundle: Bundle, tmp_path: 
         assert asking(health.HealthCheckRequest(), timeout=60).status == health.HealthCheckResponse.NOT_SERVING
         status, answer = server.ask("/predict", BODY)
         assert (status, json.loads(answer)) == (503, {"error": "the models are not loaded yet"})
+        # Each model is ready by itself, and is then answered for.
+        until(lambda: server.ask("/v2/models/classifier/ready")[0] == 200, "the first model")
+        assert server.ask("/models/classifier", BODY)[0] == 200
+        status, answer = server.ask("/models/obstinate", BODY)
+        assert (status, json.loads(answer)) == (503, {"error": "'obstinate' is not loaded yet"})
+        assert server.ask("/v2/models/obstinate/ready")[0] == server.ask("/v2/health/ready")[0] == 503
+        assert server.ask("/v2/models/nobody/ready")[0] == 404
         (tmp_path / "wait").unlink()
         server.ready()
-        assert server.ask("/v2/health/ready")[0] == predict(server) == 200
+        assert server.ask("/v2/health/ready")[0] == server.ask("/models/obstinate", BODY)[0] == 200
         assert asking(health.HealthCheckRequest(), timeout=60).status == health.HealthCheckResponse.SERVING
         assert server.stop() == 0
 
@@ -96,6 +105,7 @@ def test_a_port_that_is_taken(classifier_bundle: Bundle, tmp_path: Path) -> None
         with Running(tmp_path, str(classifier_bundle.path), *QUIET, "--port", str(port), form="text") as server:
             assert server.end() == 7
             assert f"cannot listen on 127.0.0.1:{port}" in server.log
+            assert "hint: --port takes another" in server.log
             assert "Traceback" not in server.log
 
 
@@ -119,9 +129,31 @@ def test_a_directory_of_bundles(classifier_bundle: Bundle, other_bundle: Bundle,
         shutil.copytree(bundle.path, models / bundle.path.name)
     (models / ".hidden").symlink_to(classifier_bundle.path)
     (models / "notes").mkdir()
-    with Running(tmp_path, str(models), *QUIET) as server:
-        listed = json.loads(server.ready().ask("/v1/models")[1])["data"]
-        assert sorted(entry["id"] for entry in listed) == ["classifier", "other"]
+    keys = tmp_path / "keys"
+    keys.write_text("first\n")
+    with Running(tmp_path, str(models), *QUIET, "--key-file", str(keys)) as server:
+
+        def listed(key: str) -> list[str]:
+            entries = json.loads(server.ask("/v1/models", authorization=f"Bearer {key}")[1])["data"]
+            return sorted(entry["id"] for entry in entries)
+
+        server.ready()
+        assert listed("first") == ["classifier", "other"]
+        server.signal(signal.SIGHUP)
+        server.said("asked to reload: no bundle has changed")
+        # What has come since, and keys, are found when it is told so.
+        shutil.copytree(other_bundle.path, tmp_path / "third")
+        (tmp_path / "third").rename(models / "third")
+        keys.write_text("second\nthird\n")
+        server.signal(signal.SIGHUP)
+        server.said("third is new: onnxruntime-fp32 is served now")
+        server.said("asked to reload: 2 API keys are known")
+        assert listed("second") == ["classifier", "other", "third"]
+        assert server.ask("/v1/models", authorization="Bearer first")[0] == 401
+        keys.write_text("# none\n")
+        server.signal(signal.SIGHUP)
+        assert server.said("the API keys stay as they were")["level"] == "error"
+        assert len(listed("third")) == 3
 
 
 @pytest.mark.slow
@@ -313,6 +345,38 @@ def test_whoever_found_a_model_just_before_it_was_replaced_asks_the_new_one(clas
     assert app.close(60)
     assert len(found) == 2
     assert [list(answer) for answer in answers] == [["logits"]]
+
+
+def test_a_reload_measures_nothing_and_is_not_done_twice(
+    classifier_bundle: Bundle, other_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hasten.server import served
+    from hasten.server.reload import Changes
+    from hasten.server.run import bundle_paths, load_models, make_app
+    from hasten.server.settings import Settings
+
+    measured: list[str] = []
+    monkeypatch.setattr(served, "choose_instances", lambda _, digest, __: measured.append(digest) or 2)
+    link = tmp_path / "current"
+    swap(link, classifier_bundle.path)
+    settings = Settings((str(link),))
+    app = make_app(settings)
+    load_models(app, settings)
+    changes = Changes(app.models, lambda: bundle_paths(settings))
+    assert changes.reload() == 0
+    swap(link, other_bundle.path)
+    app.models.load_again("current")
+    first = app.models.named("current")
+    assert (first.instances, first.bundle.manifest.digest) == (2, other_bundle.manifest.digest)
+    assert measured == [classifier_bundle.manifest.digest]
+    assert changes.reload() == 0
+    assert app.models.named("current") is first
+    swap(link, classifier_bundle.path)
+    assert (changes.reload(), changes.reload()) == (1, 0)
+    app.models.unload("current")
+    swap(link, other_bundle.path)
+    assert changes.reload() == 0  # taken away, it stays so
+    assert app.close(60)
 
 
 def test_models_are_unloaded_and_loaded(classifier_bundle: Bundle, other_bundle: Bundle, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -41,6 +42,9 @@ def test_metrics(classifier_bundle: Bundle, tmp_path: Path) -> None:
         for unknown in ("a", "b"):
             assert server.ask(f"/models/{unknown}", BODY, port=port)[0] == 404
             assert server.ask(f"/{unknown}", port=port)[0] == 404
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as raw:
+            raw.sendall(b"no HTTP\r\n\r\n")
+            assert raw.recv(2**16).startswith(b"HTTP/1.1 400")
         after = metrics(server, port)
     name = ("classifier",)
     for histogram in ("request", "encode", "queue"):
@@ -57,20 +61,28 @@ def test_metrics(classifier_bundle: Bundle, tmp_path: Path) -> None:
     assert after["hasten_requests_total", ("classifier", "200")] == 2
     assert after["hasten_requests_total", ("classifier", "413")] == 1
     assert after["hasten_requests_total", ("", "404")] == 4
+    assert after["hasten_requests_total", ("", "400")] == 1
     # What was asked for and is not there leaves no label behind.
     labels = {label for _, labels in after for label in labels} - {label for _, labels in before for label in labels}
-    assert labels <= {"", "200", "404", "413"}
+    assert labels <= {"", "200", "400", "404", "413"}
 
 
 def test_what_waits_is_counted_and_refused(obstinate_bundle: Bundle, tmp_path: Path) -> None:
-    words = (str(obstinate_bundle.path), *QUIET, "--max-queue", "2")
+    words = (str(obstinate_bundle.path), *QUIET, "--max-queue", "3")
     with Running(tmp_path, *words, **obstinacy(obstinate_bundle, tmp_path)) as server:
         port = server.ready().port
         (tmp_path / "hang").touch()
-        clients = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(2)]
-        for client in clients:
+        clients = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(3)]
+        for client in clients[:2]:
             client.sendall(request(BODY))
         until(lambda: metrics(server, port)["hasten_waiting", ("obstinate",)] == 1, "one that runs, and one that waits")
+        # Told in its time, although no session is free to look for whose time is over.
+        text = {"name": "text", "datatype": "BYTES", "shape": [1], "data": [TEXT]}
+        hurried = {"inputs": [text], "parameters": {"timeout": 100_000}}
+        status, answer = server.ask("/v2/models/obstinate/infer", hurried, port=port)
+        assert (status, "longer than it was given" in answer) == (504, True)
+        clients[2].sendall(request(BODY))
+        until(lambda: metrics(server, port)["hasten_waiting", ("obstinate",)] == 2, "another that waits")
         connection = server.connect(port=port)
         connection.request("POST", "/predict", json.dumps(BODY))
         refused = connection.getresponse()
@@ -148,6 +160,14 @@ def test_text_never_breaks_a_line() -> None:
     assert _Text().format(record) == "INFO: GET /a\\u000aINFO: forged\\u001b[2J\\u2028\ud800"
     assert json.loads(_Json().format(record))["message"].startswith("GET /a\nINFO")
     assert _Json().format(record).isprintable()
+    try:
+        raise ValueError("wrong\nERROR: forged\r\x1b[2J")
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    first, *others = _Text().format(record).split("\n")
+    assert first.startswith("INFO: GET /a")
+    assert others[-2:] == ["    ValueError: wrong", "    ERROR: forged\\u000d\\u001b[2J"]
+    assert all(line.startswith("    ") for line in others)
 
 
 class Collector:

@@ -162,7 +162,7 @@ def test_the_highest_rate_of_a_server_of_known_capacity(capsys: pytest.CaptureFi
     with scripted(one_at_a_time) as port:
         found = told(
             capsys,
-            *(f"127.0.0.1:{port}", "--sweep", "--rate", "40", "--duration", "2s", "--objective", "300"),
+            *(f"127.0.0.1:{port}", "--sweep", "--rate", "40", "--duration", "2s", "--objective", "0.3s"),
         )
     assert 0.8 * capacity < found["best"]["rate"] < 1.2 * capacity, [run["rate"] for run in found["runs"]]
     assert found["objective_ms"] == 300
@@ -179,8 +179,9 @@ def test_rows_keys_and_models_reach_the_server(capsys: pytest.CaptureFixture[str
 
     texts = ["a", "two words", "x " * 500]
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": text, "label": "L"}) + "\n" for text in texts))
+    rows.write_text("".join(json.dumps({"sentence": text, "label": "L"}) + "\n" for text in texts))
     words = ["--rate", "100", "--duration", "1s", "--lengths", str(rows), "--model", "m", "--key", "secret"]
+    words += ["--columns", "text=sentence"]
     with scripted(remember) as port:
         found = told(capsys, f"http://127.0.0.1:{port}", *words)
     assert keys == {"Bearer secret"}
@@ -234,6 +235,8 @@ def test_over_tls(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatc
         (["127.0.0.1:{open}", "--rate", "nan"], 2, "a rate is more than 0"),
         (["127.0.0.1:{open}", "--duration", "soon"], 2, "is not a duration"),
         (["127.0.0.1:{open}", "--lengths", "/nowhere.jsonl"], 2, "/nowhere.jsonl"),
+        (["127.0.0.1:{open}", "--columns", "text=sentence"], 2, "--columns is about a file"),
+        (["127.0.0.1:{open}", "--sweep", "--objective", "0"], 2, "no time at all"),
         (["127.0.0.1:{open}", "--plot", "/nowhere/plot.svg"], 2, "no directory /nowhere"),
     ],
 )

@@ -6,13 +6,14 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from hasten.server.connection import Connections, HttpLimits
 from hasten.server.exchange import Exchange, Response
+from hasten.server.watch import Seen
 
 uvloop = pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
 pytest.importorskip("httptools", reason="serving needs hasten[serve]")
@@ -30,7 +31,8 @@ class Site:
 
     def __init__(self, **limits: Any) -> None:
         self.asked: list[Exchange] = []
-        self.connections = Connections(self._app, HttpLimits(**limits))
+        self.seen: list[Seen] = []
+        self.connections = Connections(self._app, HttpLimits(**limits), self._refusal, self.seen.append)
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -41,6 +43,10 @@ class Site:
         self.asked.append(exchange)
         if not exchange.path.startswith("/held"):
             exchange.reply(Response.text(f"{exchange.method} {exchange.path} {len(exchange.body)}"))
+
+    def _refusal(self, method: str, path: str, headers: Mapping[str, str]) -> Response | None:
+        is_known = "authorization" in headers or path != "/guarded"
+        return None if is_known else Response.text(f"{method} without a key", 401)
 
     def call(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
@@ -129,6 +135,39 @@ def test_who_sends_too_much_is_told_so_and_not_just_cut_off(sites: Callable[...,
         )
         assert statuses(all_of(raw)) == [413]
     assert site.asked == []
+
+
+def test_a_large_body_is_not_read_from_whoever_is_not_answered(site: Site) -> None:
+    for headers in (["content-length: 1000000"], ["transfer-encoding: chunked"]):
+        expecting = ["expect: 100-continue", "x-request-id: mine"]
+        with site.connect() as raw:
+            raw.sendall("\r\n".join(["POST /guarded HTTP/1.1", *headers, *expecting]).encode() + b"\r\n\r\n")
+            received = all_of(raw)
+            assert (statuses(received), b"POST without a key" in received) == ([401], True)
+            assert b"x-request-id: mine\r\n" in received
+    assert site.asked == []
+    with site.connect() as raw:
+        raw.sendall(post("/guarded", b"x" * 100_000, "authorization: Bearer x", "connection: close"))
+        assert statuses(all_of(raw)) == [200]
+    with site.connect() as raw:  # so little is read, and refused by the application
+        raw.sendall(post("/guarded", b"x" * 100, "connection: close"))
+        assert statuses(all_of(raw)) == [200]
+
+
+def test_what_is_refused_before_it_is_read_is_told_to_those_who_watch(sites: Callable[..., Site]) -> None:
+    site = sites(body_bytes=1000, read_s=0.2)
+    for sent in (
+        post("/much", b"x" * 2000, "x-request-id: mine"),
+        b"GET /long HTTP/1.1\r\n" + b"a: b\r\n" * 300,
+        b"\x16\x03\x01nonsense",
+        b"POST /slow HTTP/1.1\r\ncontent-length: 9\r\n\r\nabc",
+    ):
+        with site.connect() as raw:
+            raw.sendall(sent)
+            all_of(raw)
+    told = [(seen.what, seen.status, seen.model) for seen in site.seen]
+    assert told == [("POST /much", 413, ""), ("GET /long", 431, ""), ("HTTP", 400, ""), ("POST /slow", 408, "")]
+    assert (site.seen[0].id, site.seen[3].seconds >= 0.2) == ("mine", True)
 
 
 @pytest.mark.parametrize(

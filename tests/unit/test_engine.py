@@ -194,6 +194,40 @@ def test_a_deadline(engine: Engine, session: Adding) -> None:
     assert isinstance(late.wait(), DeadlineError)
 
 
+def test_a_deadline_is_told_while_no_session_is_free(engine: Engine, session: Adding) -> None:
+    session.gate.clear()
+    first = Asked(engine, [[1]])
+    until(lambda: is_running(engine))
+    deadline = time.monotonic() + 60
+    late, later = (Asked(engine, [[2]], deadline=deadline + more) for more in (0, 1))
+    until(lambda: engine.waiting == 2)
+    engine.expire(deadline - 1)
+    assert engine.waiting == 2
+    engine.expire(deadline + 0.5)
+    assert isinstance(late.wait(), DeadlineError)
+    assert (engine.waiting, later.times, first.times) == (1, 0, 0)
+    session.gate.set()
+    assert (first.wait()["sum"], later.wait()["sum"]) == ([[1.0]], [[2.0]])
+
+
+def test_who_leaves_makes_room_at_once(session: Adding) -> None:
+    engine = Engine([session], Limits(requests=2), encoders=1)
+    session.gate.clear()
+    first = Asked(engine, [[1]])
+    until(lambda: is_running(engine))
+    gone = Asked(engine, [[2, 2]])
+    until(lambda: engine.waiting == 1)
+    with pytest.raises(OverloadedError):
+        Asked(engine, [[3]])
+    engine.cancel(gone.request)
+    assert engine.waiting == 0
+    third = Asked(engine, [[3]])
+    session.gate.set()
+    assert (first.wait()["sum"], third.wait()["sum"], gone.times) == ([[1.0]], [[3.0]], 0)
+    assert engine.drain(5)
+    engine.close()
+
+
 def test_who_leaves_is_not_answered_and_not_run(engine: Engine, session: Adding) -> None:
     session.gate.clear()
     first = Asked(engine, [[1]])

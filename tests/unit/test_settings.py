@@ -12,7 +12,7 @@ import pytest
 from hasten.cli import parser_for
 from hasten.cli import serve as command
 from hasten.core.errors import PlanError
-from hasten.server.settings import OPTIONS, Replicas, Settings, flag
+from hasten.server.settings import OPTIONS, Replicas, Settings, flag, unknown_variables
 
 # For each kind of value three that differ from each other and from all defaults, and what they are read as.
 VALUES: dict[str, list[tuple[str, object]]] = {
@@ -112,8 +112,29 @@ def test_an_error_names_its_source(
         Settings.read(given, environment, file)
 
 
+def test_times_have_units() -> None:
+    line = parsed("--timeout", "500ms", "--drain", "1m", "--max-wait", "2ms")
+    found = Settings.read(line, {"HASTEN_READ_TIMEOUT": "2s"}, None)
+    assert (found.timeout, found.drain, found.max_wait, found.read_timeout) == (0.5, 60.0, 2000, 2.0)
+    assert Settings.read(parsed("--max-wait", "250us"), {}).max_wait == 250
+
+
+def test_there_is_no_port_after_the_last() -> None:
+    with pytest.raises(PlanError, match="no port after 65535 for gRPC"):
+        Settings.read(parsed("--port", "65535"), {})
+    for words in (["--grpc-port", "1"], ["--no-grpc"]):
+        assert Settings.read(parsed("--port", "65535", *words), {}).port == 65535
+
+
+def test_variables_that_nothing_reads_are_told() -> None:
+    known = ("CACHE", "API_KEYS", "REAL_MODELS", "TRITON_ENV", "MAX_QUEUE", "SERVICE_HOST", "PORT_8000_TCP")
+    assert unknown_variables({f"HASTEN_{name}": "1" for name in known} | {"PATH": "x"}) == []
+    (wrong,) = unknown_variables({"HASTEN_MAX_QUEU": "3"})
+    assert wrong == "HASTEN_MAX_QUEU is set, and is no option: did you mean 'HASTEN_MAX_QUEUE'?"
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"no settings at .*nothing.toml: No such file"):
+    with pytest.raises(PlanError, match=r"no settings at .*nothing.toml: No such file .*\(--config, or HASTEN_CONFIG"):
         Settings.read(parsed(), {}, tmp_path / "nothing.toml")
 
 

@@ -14,7 +14,7 @@ from hasten.bundle.manifest import FILE as MANIFEST
 from hasten.bundle.manifest import is_bundle
 from hasten.core.errors import HastenError, PlanError
 from hasten.server import logs
-from hasten.server.settings import OPTIONS, Settings, flag
+from hasten.server.settings import OPTIONS, Settings, bundles_in, flag
 from hasten.server.supervise import supervise
 
 logger = logging.getLogger("hasten")
@@ -78,8 +78,7 @@ def _serve(settings: Settings, args: argparse.Namespace) -> int:
             console.out.print(f"gRPC on {addresses.grpc}", highlight=False)
         console.out.print(f"ready on {addresses.http}", highlight=False)
 
-    names = [name for given in settings.bundles for name in _spread(given)]
-    bundles = tuple(str(_bundle(name, args.quiet or settings.log == "json")) for name in names)
+    bundles = tuple(str(_bundle(name, args.quiet or settings.log == "json")) for name in settings.bundles)
     logs.set_up(settings.log)  # a build's display has its own
     run(replace(settings, bundles=bundles), tell)
     return 0
@@ -98,21 +97,11 @@ def _words(args: argparse.Namespace) -> list[str]:
     return [*words, *(["--json"] if args.json else []), *(["--quiet"] if args.quiet else [])]
 
 
-def _spread(name: str) -> list[str]:
-    """A directory of bundles as the bundles in it."""
-    path = Path(name)
-    if not path.is_dir() or is_bundle(path):
-        return [name]
-    # One that is damaged too: it is not left out without a word.
-    inside = [entry for entry in path.iterdir() if (entry / MANIFEST).is_file() and not entry.name.startswith(".")]
-    return sorted(str(entry) for entry in inside) or [name]
-
-
 def _bundle(name: str, is_quiet: bool) -> Path:
-    """A bundle as it is; anything else is a model, built where that was not done before."""
+    """A bundle, or a directory of them, as it is; anything else is a model, built where that was not done before."""
     path = Path(name)
     is_damaged = (path / MANIFEST).is_file() and not (path / "config.json").is_file()
-    if is_bundle(path) or is_damaged:
+    if is_bundle(path) or is_damaged or bundles_in(path) != [path]:
         return path  # whoever opens it says what is wrong with it
     from hasten.builder.build import build
     from hasten.builder.outline import outline

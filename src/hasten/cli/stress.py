@@ -32,33 +32,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", metavar="FILE", help="rows to ask, as --data of build (default: a built-in sample)"
     )
+    parser.add_argument("--columns", metavar="NAME=COLUMN,…", help="what the file calls them: text=sentence")
     parser.add_argument("--model", default="", help="where the server has several")
     parser.add_argument("--timeout", default="30s", metavar="TIME", help="give a request up after this (default: 30s)")
     parser.add_argument("--key", metavar="KEY", help="an API key")
     parser.add_argument("--sweep", action="store_true", help="find the highest rate that keeps the objective")
-    parser.add_argument(
-        "--objective", type=float, default=50.0, metavar="MS", help="for p99, with --sweep (default: 50)"
-    )
+    parser.add_argument("--objective", default="50ms", metavar="TIME", help="for p99, with --sweep (default: 50ms)")
     parser.add_argument("--plot", type=Path, metavar="SVG", help="draw the times into a file")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments at which requests come")
 
 
 def main(args: argparse.Namespace) -> int:
     from hasten.core.errors import PlanError
-    from hasten.core.plan import parse_duration
+    from hasten.core.plan import parse_columns, parse_duration
     from hasten.measure.data import read_data, sample_texts
     from hasten.stress.bodies import body
     from hasten.stress.client import Target
     from hasten.stress.load import load
     from hasten.stress.sweep import sweep
 
-    if not 0 < args.rate <= _MOST_RATE or not args.objective > 0:
-        raise PlanError(f"a rate is more than 0 and at most {_MOST_RATE:.0f}, an objective more than 0")
+    if not 0 < args.rate <= _MOST_RATE:
+        raise PlanError(f"a rate is more than 0 and at most {_MOST_RATE:.0f}")
+    if args.columns is not None and args.lengths is None:
+        raise PlanError("--columns is about a file of rows, and there is none", hint="--lengths FILE")
     if args.plot is not None and not args.plot.absolute().parent.is_dir():
         raise PlanError(f"there is no directory {args.plot.parent} to draw into")
     seconds, timeout_s = parse_duration(args.duration), parse_duration(args.timeout)
+    # A bare number is of milliseconds, as the times that are shown.
+    objective_ms = parse_duration(args.objective, "ms") * 1e3
+    columns = parse_columns(args.columns) if args.columns is not None else {}
     target = Target.parse(args.url, "/predict", {"authorization": f"Bearer {args.key}"} if args.key else {})
-    rows = read_data(args.lengths).rows if args.lengths else [{"text": text} for text in sample_texts()]
+    rows = read_data(args.lengths, columns).rows if args.lengths else [{"text": text} for text in sample_texts()]
     bodies = [body(target.path, row, args.model) for row in rows]
     requests = [target.request(one) for one in bodies]
     target.probe(bodies[0], timeout_s)
@@ -81,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
         return run
 
     work: Coroutine[Any, Any, Run | Sweep]
-    work = sweep(run_at, args.rate, args.objective) if args.sweep else run_at(args.rate)
+    work = sweep(run_at, args.rate, objective_ms) if args.sweep else run_at(args.rate)
     result = _with_uvloop(work)
     if args.plot is not None:
         _draw(result, args.plot)

@@ -170,15 +170,15 @@ def parse_columns(text: str) -> dict[str, str]:
     return columns
 
 
-_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-def parse_duration(text: str) -> float:
-    """Seconds from `200ms`, `30s`, `5m`, `1h` or a bare number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|[smh]?)", text.strip())
+def parse_duration(text: str, bare: str = "s") -> float:
+    """Seconds from `200ms`, `30s`, `5m`, `1h` or a bare number, which is of the unit `bare`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|[smh]?)", text.strip())
     if not match:
-        raise PlanError(f"'{text}' is not a duration", hint="write 30s, 5m or 1h")
-    seconds = float(match[1]) * _UNITS[match[2]]
+        raise PlanError(f"'{text}' is not a duration", hint="write 500ms, 30s, 5m or 1h")
+    seconds = float(match[1]) * _UNITS[match[2] or bare]
     if seconds <= 0:
-        raise PlanError(f"'{text}' is no time at all", hint="write 30s, 5m or 1h")
+        raise PlanError(f"'{text}' is no time at all", hint="write 500ms, 30s, 5m or 1h")
     return seconds

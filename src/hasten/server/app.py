@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import TypeVar
 
-from hasten.core.errors import HastenError, StageError, UnavailableError
+from hasten.core.errors import HastenError, StageError, TooLargeError
 from hasten.server import huggingface, openai, operations, tei, v2
 from hasten.server.engine import RetiredError
-from hasten.server.exchange import Exchange
+from hasten.server.exchange import Exchange, Response, failure
 from hasten.server.keys import Keys
 from hasten.server.metrics import Metrics
 from hasten.server.models import Models
@@ -88,7 +88,7 @@ class App:
     def _answer(self, exchange: Exchange) -> None:
         try:
             route, names = self._router.find(exchange.method, exchange.path)
-            exchange.tell = route.tell
+            exchange.tell, exchange.status = route.tell, route.status
             if not route.is_open:
                 self.admit(exchange.headers.get("authorization", ""))
             call = Call(exchange, self.models, names)
@@ -102,10 +102,22 @@ class App:
             exchange.fail(StageError("the server failed on this request; its log says why"))
 
     def admit(self, authorization: str) -> None:
-        """Refuse whoever comes too early, or without a key."""
-        if self.state is State.STARTING:
-            raise UnavailableError("the models are not loaded yet")
+        """Refuse whoever has no key."""
         self.keys.check(authorization)
+
+    def refusal(self, method: str, path: str, headers: Mapping[str, str]) -> Response | None:
+        """Of a request whose body is still to come, and is large: what it is not read for."""
+        try:
+            route, _ = self._router.find(method, path)
+        except NotFoundError as error:
+            return error.response()
+        try:
+            if route.is_open:
+                raise TooLargeError(f"{path} takes no body")
+            self.admit(headers.get("authorization", ""))
+        except HastenError as error:
+            return failure(error, route.tell, route.status)
+        return None
 
     def watch(self, seen: Seen) -> None:
         """From any thread; what goes wrong here is not the request's fault, nor the thread's."""

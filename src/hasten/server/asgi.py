@@ -9,9 +9,10 @@ from typing import Any
 from urllib.parse import quote
 
 from hasten.core.errors import TooLargeError
+from hasten.server.app import App
 from hasten.server.connection import HttpLimits
-from hasten.server.exchange import REQUEST_ID, Exchange, Response, failure
-from hasten.server.run import http_limits, load_models, make_app
+from hasten.server.exchange import REQUEST_ID, Exchange, Response, has_large_body
+from hasten.server.run import http_limits, keep_time, load_models, make_app
 from hasten.server.settings import Settings
 
 Message = MutableMapping[str, Any]
@@ -33,18 +34,24 @@ class Asgi:
         app: Callable[[Exchange], None],
         limits: HttpLimits | None = None,
         on_close: Callable[[], object] = lambda: None,
+        behind: App | None = None,
         *,
         names_requests: bool = True,
     ) -> None:
         self._app = app
         self._on_close = on_close
+        # The application that `app` leads to, where it is not that itself.
+        self._behind = app if isinstance(app, App) else behind
         # Not where the server in front answers with the request's name itself.
         self._names_requests = names_requests
         self._limits = limits or HttpLimits()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
+            clock = asyncio.ensure_future(keep_time(self._behind.models)) if self._behind else None
             await _live(receive, send, self._on_close)
+            if clock is not None:
+                clock.cancel()
         elif scope["type"] == "http":
             await self._answer(scope, receive, send)
         else:
@@ -62,17 +69,14 @@ class Asgi:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(give, response)
 
-        try:
-            body = await self._body(receive)
-        except ConnectionResetError:
-            return
-        if body is None:
-            await _send(send, failure(TooLargeError(f"the body is larger than {self._limits.body_bytes} bytes")), "")
-            return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         query, limit = scope["query_string"].decode("latin-1"), self._limits.body_bytes
-        exchange = Exchange(scope["method"], quote(scope["path"]), query, headers, body, reply, limit)
-        self._app(exchange)
+        exchange = Exchange(scope["method"], quote(scope["path"]), query, headers, b"", reply, limit)
+        try:
+            if not await self._is_refused(exchange, receive):
+                self._app(exchange)
+        except ConnectionResetError:
+            return
         gone = asyncio.ensure_future(_until_gone(receive))
         both: list[asyncio.Future[Any]] = [answer, gone]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -82,6 +86,22 @@ class Asgi:
             await _send(send, answer.result(), name, has_body=scope["method"] != "HEAD")
         else:
             exchange.leave()
+
+    async def _is_refused(self, exchange: Exchange, receive: Receive) -> bool:
+        """Whether its body, which is read here, is too large, or not even looked at."""
+        behind, limit = self._behind, self._limits.body_bytes
+        exchange.watch = behind.watch if behind else None
+        if behind and has_large_body(exchange.headers):
+            refusal = behind.refusal(exchange.method, exchange.path, exchange.headers)
+            if refusal is not None:
+                exchange.reply(refusal)
+                return True
+        body = await self._body(receive)
+        if body is None:
+            exchange.fail(TooLargeError(f"the body is larger than {limit} bytes"))
+            return True
+        exchange.body = body
+        return False
 
     async def _body(self, receive: Receive) -> bytes | None:
         """None where there is more of it than is allowed."""

@@ -10,14 +10,16 @@ import fcntl
 import logging
 import sys
 import termios
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from hasten.core.errors import InputError, OverloadedError, TooLargeError
-from hasten.server.exchange import Exchange, Response, failure
+from hasten.server.exchange import REQUEST_ID, Exchange, Response, failure, has_large_body
+from hasten.server.watch import Seen, Watcher, request_id
 from hasten.server.wire import CONTINUE, target, to_bytes
 
 logger = logging.getLogger("hasten")
@@ -47,9 +49,18 @@ class HttpLimits:
 class Connections:
     """All that are open, so that they can be counted, refused and closed."""
 
-    def __init__(self, app: Callable[[Exchange], None], limits: HttpLimits) -> None:
+    def __init__(
+        self,
+        app: Callable[[Exchange], None],
+        limits: HttpLimits,
+        # Of a method, a path and headers: why a large body is not read, if so; and who is told of what was refused.
+        refusal: Callable[[str, str, Mapping[str, str]], Response | None] = lambda *_: None,
+        watch: Watcher = lambda _: None,
+    ) -> None:
         self.app = app
         self.limits = limits
+        self.refusal = refusal
+        self.watch = watch
         self.open: set[Connection] = set()
         self.held_bytes = 0
         self.is_draining = False
@@ -85,6 +96,7 @@ class Connection(asyncio.Protocol):
         self._ahead_bytes = 0
         self._is_kept = True
         self._refusal: Response | None = None
+        self._refused = ""
         # Nothing more is taken from it; it has sent all it will; a request has begun and not ended.
         self._is_deaf = self._has_ended = self._is_within = False
         # The client does not read what it is sent; it is not read from.
@@ -187,6 +199,8 @@ class Connection(asyncio.Protocol):
         declared = self._headers.get("content-length", "0")
         if declared.isdecimal() and int(declared) > self._owner.limits.body_bytes:
             self._too_large()
+        elif has_large_body(self._headers) and (refusal := self._unwanted()):
+            self._refuse(refusal)
         elif self._headers.get("expect", "").lower() == "100-continue" and not self._is_deaf:
             self._transport.write(CONTINUE)
 
@@ -272,6 +286,11 @@ class Connection(asyncio.Protocol):
         """Answer what cannot be read to its end, after all that came before it, and close."""
         if self._is_deaf:
             return
+        if not self._is_within:  # what is there is of the request before
+            self._reset()
+        what = f"{self._parser.get_method().decode()} {target(self._url)[0]}" if self._url else "HTTP"
+        self._refused = request_id(self._headers.get(REQUEST_ID, ""))
+        self._owner.watch(Seen(self._refused, what, "", response.status, time.monotonic() - self._begin, None))
         self._is_deaf, self._is_within = True, False
         self._stop_waiting()
         self._reset()
@@ -282,7 +301,7 @@ class Connection(asyncio.Protocol):
     def _say_why(self) -> None:
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
-            self._transport.write(to_bytes(refusal, is_keeping=False, has_body=True))
+            self._transport.write(to_bytes(refusal, is_keeping=False, has_body=True, request=self._refused))
             self._linger()
 
     def _linger(self) -> None:
@@ -290,6 +309,10 @@ class Connection(asyncio.Protocol):
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._wait(_LINGER_S, self._leave)
+
+    def _unwanted(self) -> Response | None:
+        path, _ = target(self._url)
+        return self._owner.refusal(self._parser.get_method().decode(), path, self._headers)
 
     def _too_large(self) -> None:
         limit = self._owner.limits.body_bytes
@@ -302,6 +325,7 @@ class Connection(asyncio.Protocol):
 
     def _reset(self) -> None:
         self._owner.held_bytes -= self._size
+        self._begin = time.monotonic()
         self._url = b""
         self._headers: dict[str, str] = {}
         self._body = bytearray()

@@ -121,11 +121,24 @@ class Engine:
             self._add_chore(lambda: self._prepare(request))
 
     def cancel(self, request: Request[Answer]) -> None:
-        """The client has left: what was not begun is not done. Nobody is told."""
+        """The client has left: what was not begun is not done, and makes room at once. Nobody is told."""
         with self._lock:
             request.is_cancelled = True
-            if request.work is not None:
-                request.work.is_cancelled = True
+            work = request.work
+            if work is None:
+                return
+            work.is_cancelled = True
+            was_waiting = self._queue.discard(work)
+        if was_waiting:
+            self._end(work, _why_dropped(work))
+
+    def expire(self, now: float) -> None:
+        """Tell those that wait, and whose time is over, also while no session is free."""
+        with self._lock:
+            self._queue.drop(now)
+            dropped, self._queue.dropped = self._queue.dropped, []
+        for work in dropped:
+            self._end(work, _why_dropped(work))
 
     @property
     def waiting(self) -> int:

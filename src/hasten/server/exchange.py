@@ -28,6 +28,8 @@ Body = TypeVar("Body")
 
 JSON, TEXT, BINARY = "application/json", "text/plain", "application/octet-stream"
 REQUEST_ID = "x-request-id"
+# Of a body: whoever has no key may send as much as headers may have.
+_MOST_UNASKED = 2**16
 # What logs and metrics call a client that left before it was answered.
 _GONE = 499
 
@@ -60,6 +62,10 @@ class Response:
         return cls(status, text.encode(), f"{TEXT}; charset=utf-8")
 
 
+def status_of(error: HastenError) -> int:
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+
+
 class Failure(TypedDict):
     error: str
 
@@ -82,8 +88,9 @@ class Exchange:
     # Of a body that comes compressed, when it no longer is.
     most_bytes: int = 32 * 2**20
     watch: Watcher | None = None
-    # How its protocol writes what was wrong.
+    # How its protocol writes what was wrong, and counts it.
     tell: Callable[[HastenError], Mapping[str, object]] = tell_plainly
+    status: Callable[[HastenError], int] = status_of
     # What to do when the client leaves before it is answered.
     on_close: Callable[[], None] | None = None
     is_closed: bool = False
@@ -106,7 +113,7 @@ class Exchange:
                 self.watch(self._seen(response))
 
     def fail(self, error: HastenError) -> None:
-        self.reply(failure(error, self.tell))
+        self.reply(failure(error, self.tell, self.status))
 
     def leave(self) -> None:
         """The client has gone."""
@@ -132,6 +139,12 @@ class Exchange:
         return Seen(self.id, what, self.model, response.status, seconds, self.measured, trace)
 
 
+def has_large_body(headers: Mapping[str, str]) -> bool:
+    """Or one that does not say how large it is: it is not read before it is known that it will be answered."""
+    declared = headers.get("content-length", "0")
+    return "transfer-encoding" in headers or (declared.isdecimal() and int(declared) > _MOST_UNASKED)
+
+
 def read_json(body: bytes | memoryview, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
@@ -142,17 +155,17 @@ def read_json(body: bytes | memoryview, kind: type[Body]) -> Body:
         raise InputError(f"the request is not JSON: {error}") from error
 
 
-def status_of(error: HastenError) -> int:
-    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
-
-
-def failure(error: HastenError, tell: Callable[[HastenError], Mapping[str, object]] = tell_plainly) -> Response:
+def failure(
+    error: HastenError,
+    tell: Callable[[HastenError], Mapping[str, object]] = tell_plainly,
+    status: Callable[[HastenError], int] = status_of,
+) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, OverloadedError):
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
     elif isinstance(error, UnauthorizedError):
         headers["www-authenticate"] = "Bearer"
-    return Response(status_of(error), msgspec.json.encode(tell(error)), headers=headers)
+    return Response(status(error), msgspec.json.encode(tell(error)), headers=headers)
 
 
 def plain(value: object) -> Any:

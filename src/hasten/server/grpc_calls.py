@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hasten.core.errors import HastenError, InputError
+from hasten.core.errors import DeadlineError, HastenError, InputError
 from hasten.server.engine import Measured
 from hasten.server.exchange import status_of
 from hasten.server.inference import BYTES, VERSION, Output, Tensor, from_bytes, from_values, to_text
@@ -104,7 +104,8 @@ class Call:
 class Line:
     """The calls of a stream in the order they came. Where too many wait, whoever adds another waits too."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle_s: float) -> None:
+        self._idle_s = idle_s
         self._calls: deque[Call] = deque()
         self._changed = threading.Condition()
         self._is_complete = self._has_left = False
@@ -135,7 +136,8 @@ class Line:
     def __iter__(self) -> Iterator[Call]:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._calls or self._is_complete or self._has_left)
+                if not self._changed.wait_for(lambda: self._calls or self._is_complete or self._has_left, self._idle_s):
+                    raise DeadlineError(f"nothing was asked for {self._idle_s:g} s")
                 if self._has_left or not self._calls:
                     return
                 call = self._calls[0]

@@ -24,7 +24,9 @@ from hasten.core.errors import (
 )
 from hasten.core.version import __version__
 from hasten.server.app import App, once_more
+from hasten.server.connection import HttpLimits
 from hasten.server.grpc_calls import Call, Line, code_of, parameters_of, response_to, status_of_call, tensors_of
+from hasten.server.grpc_guard import OPEN_CALLS, Guard
 from hasten.server.inference import (
     VERSION,
     Inference,
@@ -55,12 +57,16 @@ _UNKNOWN = (
 CALLS = 512
 _SPARE = 16
 _RETRY_S = 1.0
+# Of one connection.
+_MOST_STREAMS = 1024
+# A stream is given longer than a connection that is idle: its client is told only when it asks again.
+_STREAM_PATIENCE = 4
 # A client that is no longer there, but never said so, is given up after both.
 _KEEPALIVE_MS = {"grpc.keepalive_time_ms": 60_000, "grpc.keepalive_timeout_ms": 20_000}
 
 
 class GrpcServer:
-    def __init__(self, app: App, address: str, *, most_bytes: int, tls: tuple[Path, Path] | None = None) -> None:
+    def __init__(self, app: App, address: str, limits: HttpLimits, tls: tuple[Path, Path] | None = None) -> None:
         try:
             import grpc
             from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -72,9 +78,21 @@ class GrpcServer:
             raise UnsupportedError(
                 f"gRPC cannot be served: {why}", hint="pip install --upgrade protobuf, or --no-grpc"
             ) from error
-        options = {"grpc.max_receive_message_length": most_bytes, "grpc.so_reuseport": 0, **_KEEPALIVE_MS}
-        self._server = grpc.server(ThreadPoolExecutor(CALLS + _SPARE, "grpc"), options=list(options.items()))
-        self._server.add_generic_rpc_handlers([_Service(app).handler()])
+        options = {
+            "grpc.max_receive_message_length": limits.body_bytes,
+            "grpc.max_concurrent_streams": _MOST_STREAMS,
+            "grpc.max_connection_idle_ms": _to_ms(limits.idle_s),
+            "grpc.server_handshake_timeout_ms": _to_ms(limits.read_s),
+            "grpc.so_reuseport": 0,
+            **_KEEPALIVE_MS,
+        }
+        service = _Service(app, _STREAM_PATIENCE * limits.idle_s)
+        self._server = grpc.server(
+            ThreadPoolExecutor(CALLS + OPEN_CALLS + _SPARE, "grpc"),
+            [service.handler()],
+            [Guard(app, [f"/{SERVICE}/{name}" for name in _OPEN], service.refuse, limits.read_s)],
+            list(options.items()),
+        )
         self._health, self._status = health.HealthServicer(), health_pb2.HealthCheckResponse
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
@@ -121,8 +139,9 @@ class _Pools:
 
 
 class _Service:
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, idle_s: float) -> None:
         self._app = app
+        self._idle_s = idle_s
         self._free = threading.Semaphore(CALLS)
 
     def handler(self) -> Any:
@@ -164,7 +183,7 @@ class _Service:
                         call.read(f"{name}Request", data)
                     found = method(call)
             except Exception as error:
-                self._refuse(call, error)
+                self.refuse(call, error)
             self._app.watch(call.seen(200))
             return found
 
@@ -175,7 +194,6 @@ class _Service:
         if call.what in _OPEN:
             yield
             return
-        self._app.admit(call.metadata.get("authorization", ""))
         if not self._free.acquire(blocking=False):
             raise OverloadedError(f"{CALLS} calls are waiting", retry_after_s=_RETRY_S)
         try:
@@ -183,7 +201,7 @@ class _Service:
         finally:
             self._free.release()
 
-    def _refuse(self, call: Call, error: Exception) -> NoReturn:
+    def refuse(self, call: Call, error: Exception) -> NoReturn:
         known = _known(call, error)
         status = status_of_call(known)
         self._app.watch(call.seen(status))
@@ -241,13 +259,13 @@ class _Service:
         whole = Call(STREAM, context)
         try:
             with self._let_in(whole):
-                line = Line()
+                line = Line(self._idle_s)
                 if context.add_callback(line.leave):
                     threading.Thread(target=self._read, args=(requests, context, line), daemon=True).start()
                     for call in line:
                         yield self._streamed(call)
         except HastenError as error:
-            self._refuse(whole, error)
+            self.refuse(whole, error)
 
     def _read(self, requests: Iterator[bytes], context: Any, line: Line) -> None:
         import grpc
@@ -297,6 +315,11 @@ class _Service:
         check_version(version)
         call.model = served.name
         return served
+
+
+def _to_ms(seconds: float) -> int:
+    """As grpcio takes it, which has 31 bits for it."""
+    return min(max(1, round(seconds * 1e3)), 2**31 - 1)
 
 
 def _known(call: Call, error: Exception) -> HastenError:

@@ -28,7 +28,8 @@ class Keys:
             try:
                 lines = file.read_text(encoding="utf-8").splitlines()
             except (OSError, UnicodeDecodeError) as error:
-                raise PlanError(f"no keys at {file}: {error}") from error
+                why = getattr(error, "strerror", None) or error
+                raise PlanError(f"no keys at {file}: {why}", hint="--key-file names a file, one key a line") from error
             in_file = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
             if not in_file:
                 raise PlanError(f"there is no key in {file}")
@@ -37,8 +38,8 @@ class Keys:
             raise PlanError("an API key has letters that a header cannot carry", hint="ASCII alone")
         return cls(keys)
 
-    def __bool__(self) -> bool:
-        return bool(self._digests)
+    def __len__(self) -> int:
+        return len(self._digests)
 
     def check(self, authorization: str) -> None:
         """Of a header `Authorization: Bearer KEY`. How long it takes tells nothing about the keys."""

@@ -86,7 +86,11 @@ class _Text(logging.Formatter):
         about: dict[str, Any] = getattr(record, "about", {})
         words = [record.getMessage(), *(f"{name}={value}" for name, value in about.items() if value != "")]
         line = f"{record.levelname}: {' '.join(words).translate(_CONTROLS)}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        if not record.exc_info:
+            return line
+        # Further in: whatever an exception says, and on how many lines, none of them looks like one of the log's own.
+        told = self.formatException(record.exc_info).split("\n")
+        return "\n".join([line, *(f"    {part.translate(_CONTROLS)}" for part in told)])
 
 
 def _died(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:

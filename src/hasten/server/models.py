@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from hasten.core.errors import InputError, PlanError
+from hasten.bundle.manifest import FILE
+from hasten.core.errors import InputError, PlanError, UnavailableError
 from hasten.server.served import Served
 
 READY = "READY"
 
+# Opens a bundle under a name, in the place of the one that has it, if any.
+Opener = Callable[[Path, str, Served | None], Served]
+# Of every file: its name, what it is on the disk, when it was written, and its size.
+Stamp = frozenset[tuple[str, int, int, int]]
+
 
 class Models:
-    """Readers take no lock: the mapping is replaced as a whole, never changed."""
+    """Readers take no lock: the mappings are replaced as a whole, never changed."""
 
-    def __init__(self, open_model: Callable[[Path, str], Served], drain_s: float = 60.0) -> None:
+    def __init__(self, open_model: Opener, drain_s: float = 60.0) -> None:
         self._open = open_model
         # For one that is replaced or taken away to answer what it has taken.
         self._drain_s = drain_s
         self._served: dict[str, Served] = {}
+        # Those that are still to be loaded for the first time.
+        self._coming: frozenset[str] = frozenset()
         self._paths: dict[str, Path] = {}
+        # What was on the disk when it was last tried to load it.
+        self._stamps: dict[str, Stamp | None] = {}
         self._change = threading.Lock()
 
     def __iter__(self) -> Iterator[Served]:
@@ -28,6 +38,8 @@ class Models:
 
     def named(self, name: str) -> Served:
         found = self._served.get(name)
+        if found is None and name in self._coming:
+            raise UnavailableError(f"'{name}' is not loaded yet")
         if found is None:
             known = ", ".join(self._served) or "none"
             raise PlanError(f"there is no model '{name}'", hint=f"models: {known}")
@@ -37,6 +49,9 @@ class Models:
         """The model of that name or, without one, the only one that fits."""
         if name:
             return self.named(name)
+        if self._coming:
+            # Which it is, is known when all are there.
+            raise UnavailableError("the models are not loaded yet")
         fitting = [served for served in self if what(served)]
         if len(fitting) != 1:
             names = ", ".join(served.name for served in fitting)
@@ -44,19 +59,45 @@ class Models:
             raise InputError(wrong, hint='name one with "model"' if fitting else None)
         return fitting[0]
 
+    @property
+    def is_complete(self) -> bool:
+        return not self._coming
+
+    def expect(self, names: Iterable[str]) -> None:
+        """They will be loaded: whoever asks for one of them before is told to wait."""
+        self._coming = frozenset(names)
+
     def load(self, path: Path, name: str) -> Served:
         """Open a bundle and put it in the place of the one of that name, which first answers what it has taken.
 
         Where the new one cannot be opened, the old one stays.
         """
         with self._change:
-            served = self._open(path, name)
-            before = self._served.get(served.name)
-            self._served = {**self._served, served.name: served}
-            self._paths[served.name] = path
+            before, served = self._replace(path, name)
         if before is not None:
             before.close(self._drain_s)
         return served
+
+    def refresh(self, path: Path, name: str) -> Served | None:
+        """Load it where what is on the disk is not what it was last tried with; None where it is, or is being made."""
+        with self._change:
+            stamp = stamp_of(path)
+            if stamp is None or stamp == self._stamps.get(name):
+                return None
+            before, served = self._replace(path, name)
+        if before is not None:
+            before.close(self._drain_s)
+        return served
+
+    def _replace(self, path: Path, name: str) -> tuple[Served | None, Served]:
+        # Before it is read: what changes meanwhile is not missed.
+        self._stamps[name] = stamp_of(path)
+        before = self._served.get(name)
+        served = self._open(path, name, before)
+        self._served = {**self._served, name: served}
+        self._coming -= {name}
+        self._paths[name] = path
+        return before, served
 
     def unload(self, name: str) -> None:
         with self._change:
@@ -70,6 +111,8 @@ class Models:
 
     def load_again(self, name: str) -> Served:
         """One that was loaded before, or is known, from where it was."""
+        if name in self._coming:
+            raise UnavailableError(f"'{name}' is not loaded yet")
         path = self._paths.get(name)
         if path is None:
             raise PlanError(f"'{name}' is none of this server's models", hint=f"known: {', '.join(self._paths)}")
@@ -91,6 +134,19 @@ class Models:
         for thread in threads:
             thread.join()
         return all(done)
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """None while it is being replaced. All files, not the manifest alone: those that come file by file come last."""
+    try:
+        if not (path / FILE).is_file():
+            return None
+        found = ((file, file.stat()) for file in path.rglob("*") if file.is_file())
+        return frozenset(
+            (str(file.relative_to(path)), about.st_ino, about.st_mtime_ns, about.st_size) for file, about in found
+        )
+    except OSError:
+        return None
 
 
 def repository(models: Models) -> list[dict[str, str]]:

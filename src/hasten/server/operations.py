@@ -96,8 +96,8 @@ def _failures(route: Route) -> dict[int, str]:
     if route.is_open:
         return {status: _ANYWHERE[status] for status in (404, 503)}
     if route.method == "GET":
-        return {400: _WITH_BODY[400], **_ANYWHERE}
-    return dict(sorted({**_ANYWHERE, **_WITH_BODY, **_WITH_MODEL}.items()))
+        return {400: _WITH_BODY[400], **_ANYWHERE, **route.statuses}
+    return dict(sorted({**_ANYWHERE, **_WITH_BODY, **_WITH_MODEL, **route.statuses}.items()))
 
 
 def _name(route: Route) -> str:

@@ -138,7 +138,7 @@ class Queue:
 
     def take(self, now: float) -> Job | None:
         """The next batch; None where nothing waits. Whoever's time is over, or who has left, is put aside."""
-        self._drop(now)
+        self.drop(now)
         if not self._works:
             return None
         chosen: dict[int, list[int]] = {}
@@ -152,6 +152,13 @@ class Queue:
             taken = set(chosen[order])
             self._keep(work, {length: [p for p in places if p not in taken] for length, places in work.rows.items()})
         return Job.of([Slice(works[order], np.array(sorted(places))) for order, places in chosen.items()])
+
+    def discard(self, work: Work) -> bool:
+        """Take it out; whether any of it still waited."""
+        is_in = self._works.get(work.order) is work
+        if is_in:
+            self._remove([work])
+        return is_in
 
     def close(self) -> list[Work]:
         """All that waits, taken out."""
@@ -185,7 +192,7 @@ class Queue:
                 if work is not first or length != start:
                     yield from ((work, length, place) for place in work.rows[length])
 
-    def _drop(self, now: float) -> None:
+    def drop(self, now: float) -> None:
         gone = [work for work in self._works.values() if work.is_cancelled or work.is_over or _is_late(work, now)]
         if gone:
             self._remove(gone)

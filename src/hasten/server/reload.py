@@ -1,57 +1,55 @@
-"""Bundles that changed on the disk take the place of those that are served, without a lost request."""
+"""Bundles that changed on the disk, or are new there, are served without a lost request."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hasten.bundle.manifest import FILE
 from hasten.core.errors import HastenError
-from hasten.server.models import Models
+from hasten.server.models import Models, stamp_of
 
 logger = logging.getLogger("hasten")
 
-# Of every file: its name, what it is on the disk, when it was written, and its size.
-Stamp = frozenset[tuple[str, int, int, int]]
-
 
 class Changes:
-    """Made before the models are loaded: what changes while they are is not missed."""
+    """`paths` tells where bundles are now, by their names."""
 
-    def __init__(self, models: Models, paths: Mapping[str, Path]) -> None:
+    def __init__(self, models: Models, paths: Callable[[], Mapping[str, Path]]) -> None:
         self._models = models
-        self._stamps = {name: _stamp(path) for name, path in paths.items()}
+        self._paths = paths
+        self._gone: set[str] = set()
 
-    def reload(self) -> None:
-        """What cannot be opened leaves what is served in its place, and is tried again when it changes again."""
+    def reload(self) -> int:
+        """How many it tried. What cannot be opened leaves what is served in its place, until it changes again."""
+        try:
+            paths = self._paths()
+        except (HastenError, OSError) as error:
+            logger.error("what is served stays as it is: %s", error)
+            return 1
         there = {served.name for served in self._models}
-        for name, path in self._models.paths.items():
-            stamp = _stamp(path)
-            if stamp is None and self._stamps.get(name) is not None:
-                self._stamps[name] = None
+        known = self._models.paths
+        # One that was taken away stays so until it is asked for.
+        wanted = {**paths, **known}
+        return sum(self._try(name, path) for name, path in wanted.items() if name in there or name not in known)
+
+    def _try(self, name: str, path: Path) -> bool:
+        if stamp_of(path) is None:
+            if name in self._models.paths and name not in self._gone:
+                self._gone.add(name)
                 logger.warning("%s is gone from %s: what was loaded of it stays", name, path)
-            if name not in there or stamp is None or stamp == self._stamps.get(name):
-                continue
-            self._stamps[name] = stamp
-            try:
-                served = self._models.load(path, name)
-            except HastenError as error:
-                logger.error("%s has changed and cannot be served, the one before stays: %s", name, error)
-            except Exception:
-                logger.exception("%s has changed and cannot be served, the one before stays", name)
-            else:
-                logger.info("%s has changed: %s is served now", name, served.variant)
-
-
-def _stamp(path: Path) -> Stamp | None:
-    """None while it is being replaced. All files, not the manifest alone: those that come file by file come last."""
-    try:
-        if not (path / FILE).is_file():
-            return None
-        found = ((file, file.stat()) for file in path.rglob("*") if file.is_file())
-        return frozenset(
-            (str(file.relative_to(path)), about.st_ino, about.st_mtime_ns, about.st_size) for file, about in found
-        )
-    except OSError:
-        return None
+            return False
+        self._gone.discard(name)
+        is_new = name not in self._models.paths
+        why, wrong = ("is new", "") if is_new else ("has changed", ", the one before stays")
+        try:
+            served = self._models.refresh(path, name)
+        except HastenError as error:
+            logger.error("%s %s and cannot be served%s: %s", name, why, wrong, error)
+        except Exception:
+            logger.exception("%s %s and cannot be served%s", name, why, wrong)
+        else:
+            if served is None:
+                return False
+            logger.info("%s %s: %s is served now", name, why, served.variant)
+        return True

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
 from hasten.core.errors import HastenError, PlanError
 from hasten.server.engine import Measured
-from hasten.server.exchange import JSON, Exchange, Response, tell_plainly
+from hasten.server.exchange import JSON, Exchange, Response, status_of, tell_plainly
 from hasten.server.models import Models
 from hasten.server.served import Served
 
@@ -56,6 +56,9 @@ class Route:
     # Health and the like are answered to anyone.
     is_open: bool = False
     tell: Callable[[HastenError], Mapping[str, object]] = tell_plainly
+    status: Callable[[HastenError], int] = status_of
+    # What it may be answered with beside what all are.
+    statuses: Mapping[int, str] = field(default_factory=dict, hash=False)
 
 
 class Router:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import ipaddress
 import logging
@@ -12,7 +13,7 @@ import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from hasten.server.models import Models
 from hasten.server.queue import Limits
 from hasten.server.reload import Changes
 from hasten.server.served import ModelSettings, Served
-from hasten.server.settings import Settings
+from hasten.server.settings import Settings, bundles_in, unknown_variables
 from hasten.server.supervise import Heart
 from hasten.server.tracing import Tracer, is_configured
 from hasten.server.watch import Watcher
@@ -39,6 +40,8 @@ logger = logging.getLogger("hasten")
 # The exit code of a process whose session hangs.
 HUNG = 70
 _BEAT_S = 1.0
+# How late whoever waits may be told that its time is over.
+_TICK_S = 0.02
 # Objects made and not freed before the garbage collector looks through them; requests leave it next to nothing.
 _COLLECT_AFTER = (50_000, 20, 100)
 # Clients that are busy on a connection send their next request within this, and are told that it was the last.
@@ -69,12 +72,17 @@ def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: No
 
 def make_app(settings: Settings) -> App:
     """The application, still without its models; for any server that drives it."""
+    for problem in unknown_variables(os.environ):
+        logger.warning("%s", problem)
     metrics, about = Metrics(), _model_settings(settings)
     turns = Turns(max(usable_cores(), (settings.instances or 1) * (settings.threads or 1)))
-    models = Models(
-        lambda path, name: Served.open(path, name, about, turns, metrics.of(name)),
-        drain_s=max(settings.drain, settings.timeout),
-    )
+
+    def open_model(path: Path, name: str, before: Served | None) -> Served:
+        # As many sessions as it has: among others' requests they cannot be measured, nor would those like it.
+        chosen = about if before is None else replace(about, instances=before.instances)
+        return Served.open(path, name, chosen, turns, metrics.of(name))
+
+    models = Models(open_model, drain_s=max(settings.drain, settings.timeout))
     metrics.follow(models)
     watchers: list[Watcher] = [logs.access_log()] if settings.logs_requests else []
     keys = Keys.read(settings.key_file)
@@ -86,15 +94,15 @@ def make_app(settings: Settings) -> App:
 
 def bundle_paths(settings: Settings) -> dict[str, Path]:
     """By the names of their directories; of a link its own, so that what it leads to may change."""
-    given = [Path(bundle).expanduser() for bundle in settings.bundles]
+    given = [path for bundle in settings.bundles for path in bundles_in(Path(bundle).expanduser())]
     paths = {(path.resolve() if path.name in ("", "..") else path).name: path for path in given}
-    if len(paths) < len(settings.bundles):
+    if len(paths) < len(given):
         raise PlanError("two bundles have the same name", hint="models go by the names of their directories")
     return paths
 
 
 def load_models(app: App, settings: Settings) -> None:
-    """Open, warm and test each; from then on they are asked."""
+    """Open, warm and test each; from then on it is asked, and the server is ready when all are."""
     for name, path in bundle_paths(settings).items():
         app.models.load(path, name)
     # What is there now stays: looking through it again would stop all threads, for every large request.
@@ -104,25 +112,36 @@ def load_models(app: App, settings: Settings) -> None:
     app.state = State.READY
 
 
+async def keep_time(models: Models) -> None:
+    """Whoever waits in a queue is told when its time is over, whatever the sessions do."""
+    while True:
+        await asyncio.sleep(_TICK_S)
+        now = time.monotonic()
+        for served in models:
+            if served.engine.waiting:
+                served.engine.expire(now)
+
+
 class _Process:
     def __init__(self, app: App, settings: Settings) -> None:
         self._app = app
         self._settings = settings
-        self._connections = Connections(app, http_limits(settings))
+        self._connections = Connections(app, http_limits(settings), app.refusal, app.watch)
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._reloading = 0
 
     async def run(self, on_ready: Callable[[Addresses], None]) -> None:
         settings, loop = self._settings, asyncio.get_running_loop()
-        changes = Changes(self._app.models, bundle_paths(settings))
+        self._app.models.expect(bundle_paths(settings))
+        changes = Changes(self._app.models, lambda: bundle_paths(settings))
         certificate = _tls(settings)
         server = await self._listen(certificate)
         host, port = server.sockets[0].getsockname()[:2]
         grpc = self._grpc(port)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)
-        loop.add_signal_handler(signal.SIGHUP, lambda: self._begin(self._reload(changes)))
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._begin(self._reload_all(changes)))
         scheme = "http" if certificate is None else "https"
         addresses = Addresses(f"{scheme}://{_written(host)}:{port}", grpc and f"{_written(host)}:{grpc.port}")
         logger.info("listening on %s; the models are being loaded", addresses.http)
@@ -131,6 +150,7 @@ class _Process:
             if grpc is not None:
                 grpc.tell(is_ready=True)
             self._begin(self._watch_over(Heart.inherited(), grpc))
+            self._begin(keep_time(self._app.models))
             if settings.watch is not None:
                 self._begin(self._reload_every(changes, settings.watch))
             logger.info("ready")
@@ -164,10 +184,10 @@ class _Process:
                 ssl_handshake_timeout=None if certificate is None else settings.read_timeout,
             )
         except OSError as error:
-            where = f"{settings.host}:{settings.port}"
-            raise UnavailableError(
-                f"cannot listen on {where}: {error.strerror or error}", hint="--host and --port take others"
-            ) from error
+            where = f"{_written(settings.host)}:{settings.port}"
+            is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            hint = "--port takes another" if is_port else "--host takes an address of this machine, or 0.0.0.0 for all"
+            raise UnavailableError(f"cannot listen on {where}: {error.strerror or error}", hint=hint) from error
 
     def _grpc(self, port: int) -> Any | None:
         settings = self._settings
@@ -184,7 +204,7 @@ class _Process:
         pair = None
         if settings.tls_key is not None and settings.tls_cert is not None:
             pair = settings.tls_key, settings.tls_cert
-        server = GrpcServer(self._app, f"{_written(settings.host)}:{chosen}", most_bytes=settings.max_body, tls=pair)
+        server = GrpcServer(self._app, f"{_written(settings.host)}:{chosen}", http_limits(settings), pair)
         server.start()
         return server
 
@@ -200,12 +220,27 @@ class _Process:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _reload(self, changes: Changes) -> None:
+    async def _reload_all(self, changes: Changes) -> None:
+        """What SIGHUP asks for: bundles, and keys."""
         if not self._app.is_ready:
+            logger.warning("asked to reload while it starts or stops: nothing is")
             return
+        if self._settings.key_file is not None:
+            try:
+                self._app.keys = Keys.read(self._settings.key_file)
+            except PlanError as error:
+                logger.error("the API keys stay as they were: %s", error)
+            else:
+                logger.info("asked to reload: %d API keys are known", len(self._app.keys))
+        if not await self._reload(changes):
+            logger.info("asked to reload: no bundle has changed")
+
+    async def _reload(self, changes: Changes) -> int:
+        if not self._app.is_ready:
+            return 0
         self._reloading += 1
         try:
-            await asyncio.get_running_loop().run_in_executor(None, changes.reload)
+            return await asyncio.get_running_loop().run_in_executor(None, changes.reload)
         finally:
             self._reloading -= 1
 
@@ -296,11 +331,17 @@ def _tls(settings: Settings) -> ssl.SSLContext | None:
         return None
     if settings.tls_cert is None or settings.tls_key is None:
         raise PlanError("TLS needs a certificate and its key", hint="--tls-cert FILE --tls-key FILE")
+    for option, file in (("--tls-cert", settings.tls_cert), ("--tls-key", settings.tls_key)):
+        if not file.is_file():
+            raise PlanError(f"there is no file {file}", hint=f"{option} names it")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(settings.tls_cert, settings.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        raise PlanError(f"no certificate and key in {settings.tls_cert} and {settings.tls_key}: {error}") from error
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")  # nobody is asked for one
+    except OSError as error:  # of TLS too
+        raise PlanError(
+            f"no certificate and key in {settings.tls_cert} and {settings.tls_key}: {error.strerror or error}",
+            hint="both in PEM form, the key without a password, and of that certificate",
+        ) from error
     return context
 
 

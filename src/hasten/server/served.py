@@ -108,10 +108,11 @@ class Served:
         on_done: Callable[[Answer | HastenError, Measured | None], None],
         *,
         options: object = None,
+        check: Callable[[Encoded], None] = lambda _: None,
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Callable[[], None]:
-        """Rows of a payload through the engine; what is called to withdraw it is returned."""
+        """Rows of a payload, once they are checked, through the engine; what is called to withdraw it is returned."""
 
         def encode() -> Encoded:
             given = payload()
@@ -121,7 +122,9 @@ class Served:
             if len(items) > self.settings.items:
                 raise TooLargeError(f"{len(items)} items are more than {self.settings.items}")
             chosen = options if options is not None else self.task.options(self.spec, {})
-            return self.task.encode(items, self.tokenizer, chosen)
+            encoded = self.task.encode(items, self.tokenizer, chosen)
+            check(encoded)
+            return encoded
 
         return self.submit(encode, decode, on_done, priority=priority, timeout_s=timeout_s)
 

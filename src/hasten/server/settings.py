@@ -14,10 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
+from hasten.bundle.manifest import FILE, is_bundle
 from hasten.core.errors import HastenError, PlanError
 from hasten.core.plan import parse_duration
 from hasten.core.registry import did_you_mean
 
+_LAST_PORT = 65535
+# Variables that are no options: ours, those of the tests, and what Kubernetes tells of a service that is called hasten.
+_OTHERS = ("BUNDLES", "CONFIG", "API_KEYS", "CACHE", "HEARTBEAT", "REAL_MODELS", "REAL_DATA", "TRITON_ENV", "RAY_ENV")
+_KUBERNETES = ("SERVICE_", "PORT_")
 _BYTES = {"": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 
 
@@ -34,7 +39,7 @@ def _count(text: str) -> int:
 
 
 def _port(text: str) -> int:
-    if (number := _whole(text)) > 65535:
+    if (number := _whole(text)) > _LAST_PORT:
         raise PlanError(f"there is no port {number}")
     return number
 
@@ -97,6 +102,10 @@ def _time(text: str) -> float:
     return parse_duration(text)
 
 
+def _microseconds(text: str) -> int:
+    return 0 if text == "0" else round(parse_duration(text, "us") * 1e6)
+
+
 def _one_of(*known: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in known:
@@ -144,7 +153,9 @@ class Settings:
     threads: Annotated[int | None, Option(_count, "N", "of each session (default: the cores shared out)", _MODELS)] = (
         None
     )
-    max_wait: Annotated[int, Option(_whole, "US", "wait so many microseconds for more to batch", _MODELS)] = 0
+    max_wait: Annotated[
+        int, Option(_microseconds, "US", "wait so many microseconds, or 2ms, for more to batch", _MODELS)
+    ] = 0
     batch_tokens: Annotated[int | None, Option(_count, "N", "of a batch (default: 512 a thread)", _MODELS)] = None
 
     max_queue: Annotated[int, Option(_count, "N", "more requests than this get 429", _LIMITS)] = 2048
@@ -221,7 +232,10 @@ class Settings:
             raise PlanError(f"bundles in {file} is not a list of paths")
         if not bundles:
             raise PlanError("nothing to serve", hint="hasten serve BUNDLE …, HASTEN_BUNDLES, or bundles in a file")
-        return cls(bundles=tuple(bundles), **found)
+        settings = cls(bundles=tuple(bundles), **found)
+        if settings.grpc and settings.grpc_port is None and settings.port == _LAST_PORT:
+            raise PlanError(f"there is no port after {_LAST_PORT} for gRPC", hint="--grpc-port N, or --no-grpc")
+        return settings
 
 
 OPTIONS: dict[str, Option] = {
@@ -235,11 +249,31 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """What is wrong with each that looks as if it were meant for us, and is not read."""
+    known = [f"HASTEN_{name.upper()}" for name in (*OPTIONS, *_OTHERS)]
+    ours = (name for name in environment if name.startswith("HASTEN_") and name not in known)
+    others = tuple(f"HASTEN_{prefix}" for prefix in _KUBERNETES)
+    return [
+        f"{name} is set, and is no option{did_you_mean(name, known)}" for name in ours if not name.startswith(others)
+    ]
+
+
+def bundles_in(path: Path) -> list[Path]:
+    """A directory of bundles as the bundles in it; anything else as it is."""
+    if not path.is_dir() or is_bundle(path):
+        return [path]
+    # One that is damaged too: it is not left out without a word.
+    found = [entry for entry in path.iterdir() if (entry / FILE).is_file() and not entry.name.startswith(".")]
+    return sorted(found) or [path]
+
+
 def read_file(file: Path) -> dict[str, Any]:
     try:
         document = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise PlanError(f"no settings at {file}: {error.strerror or error}") from error
+        hint = "--config, or HASTEN_CONFIG, names a TOML file"
+        raise PlanError(f"no settings at {file}: {error.strerror or error}", hint=hint) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"{file} is not TOML: {error}") from error
     known = ["bundles", *OPTIONS]

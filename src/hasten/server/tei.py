@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NotRequired, TypedDict
 from urllib.parse import parse_qs
 
 import msgspec
 import numpy as np
 
-from hasten.core.errors import HastenError, InputError, OverloadedError, UnavailableError
+from hasten.core.errors import (
+    HastenError,
+    InputError,
+    OverloadedError,
+    StageError,
+    TooLargeError,
+    UnavailableError,
+    UnsupportedError,
+)
 from hasten.core.tensors import Outputs
 from hasten.core.version import __version__
 from hasten.server.exchange import Failure, Response, status_of
@@ -16,6 +25,23 @@ from hasten.server.routes import Call, Route
 from hasten.server.served import Served
 from hasten.tasks import Encoded
 from hasten.tasks.text_classification import Scoring, apply_scoring
+
+
+class EmptyError(InputError):
+    """Nothing was asked for."""
+
+
+# What went wrong to what text-embeddings-inference calls it, and its status; the first that fits counts.
+_KINDS: tuple[tuple[type[HastenError], str, int], ...] = (
+    (OverloadedError, "Overloaded", 429),
+    (UnavailableError, "Unhealthy", 503),
+    (TooLargeError, "Validation", 413),
+    (EmptyError, "Empty", 400),
+    (InputError, "Tokenizer", 422),
+    (UnsupportedError, "Backend", 424),
+    (StageError, "Backend", 424),
+)
+_STATUSES = {422: "not understood", 424: "the model failed, or is of another kind"}
 
 
 class EmbedRequest(msgspec.Struct):
@@ -54,35 +80,34 @@ class Info(TypedDict):
 
 def embed(call: Call) -> None:
     request = call.exchange.read_json(EmbedRequest)
-    served = call.only(request.model, gives_embeddings)
-    if not gives_embeddings(served):
-        raise InputError(f"'{served.name}' answers {served.task.name}, and gives no embeddings")
+    served = _fitting(call, request.model, gives_embeddings, "gives embeddings")
     given = {} if request.prompt_name is None else {"prompt_name": request.prompt_name}
     options = served.task.options(served.spec, given)
     texts = [request.inputs] if isinstance(request.inputs, str) else request.inputs
+    if not texts:
+        raise EmptyError("inputs is empty")
 
-    def decode(outputs: Outputs, encoded: Encoded) -> Response:
-        _refuse_long(encoded, request.truncate, served)
+    def decode(outputs: Outputs, _: Encoded) -> Response:
         vectors = outputs[served.task.outputs[0]]
         if request.normalize:
             lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
             vectors = vectors / np.where(lengths == 0, 1, lengths)
         return Response.json(vectors)
 
-    call.exchange.on_close = served.ask(lambda: texts, decode, call.done, options=options)
+    check = _length_check(request.truncate, served)
+    call.exchange.on_close = served.ask(lambda: texts, decode, call.done, options=options, check=check)
 
 
 def rerank(call: Call) -> None:
     request = call.exchange.read_json(RerankRequest)
-    served = call.only(request.model, is_ranker)
-    if not is_ranker(served):
-        raise InputError(f"'{served.name}' answers {served.task.name}, and ranks nothing")
+    served = _fitting(call, request.model, is_ranker, "ranks documents")
     if not request.texts:
-        raise InputError("texts is empty")
+        raise EmptyError("texts is empty")
+    if len(request.texts) > served.settings.items:
+        raise TooLargeError(f"{len(request.texts)} texts are more than {served.settings.items}")
     options = served.task.options(served.spec, {})
 
-    def decode(outputs: Outputs, encoded: Encoded) -> Response:
-        _refuse_long(encoded, request.truncate, served)
+    def decode(outputs: Outputs, _: Encoded) -> Response:
         raw = outputs[served.task.outputs[0]][:, 0].astype(np.float64)
         scores = raw if request.raw_scores else apply_scoring(raw, Scoring.SIGMOID)
         ranks: list[Rank] = []
@@ -92,7 +117,8 @@ def rerank(call: Call) -> None:
         return Response.json(ranks)
 
     item = {"query": request.query, "documents": request.texts}
-    call.exchange.on_close = served.ask(lambda: item, decode, call.done, options=options)
+    check = _length_check(request.truncate, served)
+    call.exchange.on_close = served.ask(lambda: item, decode, call.done, options=options, check=check)
 
 
 def info(call: Call) -> None:
@@ -120,13 +146,13 @@ class TeiFailure(Failure):
 
 def tell(error: HastenError) -> TeiFailure:
     """What was wrong, as text-embeddings-inference writes it."""
-    if isinstance(error, OverloadedError):
-        kind = "Overloaded"
-    elif isinstance(error, UnavailableError):
-        kind = "Unhealthy"
-    else:
-        kind = "Validation" if status_of(error) < 500 else "Backend"
-    return {"error": str(error), "error_type": kind}
+    kind = next((kind for known, kind, _ in _KINDS if isinstance(error, known)), None)
+    return {"error": str(error), "error_type": kind or ("Validation" if status_of(error) < 500 else "Backend")}
+
+
+def count(error: HastenError) -> int:
+    """The status, as text-embeddings-inference counts."""
+    return next((status for known, _, status in _KINDS if isinstance(error, known)), status_of(error))
 
 
 def gives_embeddings(served: Served) -> bool:
@@ -137,11 +163,25 @@ def is_ranker(served: Served) -> bool:
     return served.task.name == "text-ranking"
 
 
-def _refuse_long(encoded: Encoded, truncates: bool, served: Served) -> None:
-    if encoded.truncated and not truncates:
-        raise InputError(
-            f"an input is longer than the model's {served.signature.max_length} tokens", hint='"truncate": true cuts it'
-        )
+def _fitting(call: Call, model: str, what: Callable[[Served], bool], does: str) -> Served:
+    """The model that is named, or the only one that does it."""
+    if not model and call.models.is_complete and not any(map(what, call.models)):
+        raise UnsupportedError(f"no model here {does}")
+    served = call.only(model, what)
+    if not what(served):
+        raise UnsupportedError(f"'{served.name}' answers {served.task.name}: it is none that {does}")
+    return served
+
+
+def _length_check(truncates: bool, served: Served) -> Callable[[Encoded], None]:
+    """Before anything is computed."""
+
+    def check(encoded: Encoded) -> None:
+        if encoded.truncated and not truncates:
+            most = served.signature.max_length
+            raise TooLargeError(f"an input is longer than the model's {most} tokens", hint='"truncate": true cuts it')
+
+    return check
 
 
 ROUTES = (
@@ -153,7 +193,19 @@ ROUTES = (
         EmbedRequest,
         list[list[float]],
         tell=tell,
+        status=count,
+        statuses=_STATUSES,
     ),
-    Route("POST", "/rerank", rerank, "Documents in the order of their relevance", RerankRequest, list[Rank], tell=tell),
-    Route("GET", "/info", info, "What is served here", answer=Info, tell=tell),
+    Route(
+        "POST",
+        "/rerank",
+        rerank,
+        "Documents in the order of their relevance",
+        RerankRequest,
+        list[Rank],
+        tell=tell,
+        status=count,
+        statuses=_STATUSES,
+    ),
+    Route("GET", "/info", info, "What is served here", answer=Info, tell=tell, status=count, statuses=_STATUSES),
 )

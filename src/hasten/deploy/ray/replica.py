@@ -85,7 +85,7 @@ class Replica:
                 app.models.know(path, name)
             answer = OnDemand(app, load)
             app.state = State.READY
-        self._asgi = Asgi(answer, http_limits(settings), self._close, names_requests=False)
+        self._asgi = Asgi(answer, http_limits(settings), self._close, app, names_requests=False)
 
     def asgi(self) -> Asgi:
         return self._asgi
