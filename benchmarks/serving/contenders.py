@@ -80,6 +80,30 @@ def peer(setting: Setting, file: str, graph: Path, name: str, *, is_restless: bo
     return Contender(name, words, by_json(), is_restless=is_restless)
 
 
+def on_ray(setting: Setting, python: str, replicas: int, *options: str) -> Contender:
+    """Ours as replicas of Ray Serve."""
+    words = ("serve", str(setting.bundle), "--on", "ray", "--replicas", str(replicas), "--port", "{port}", *options)
+    question = by_tensor(setting.bundle.resolve().name, "logits", [1], setting.labels)
+    name = f"Ray Serve, hasten, {replicas} replica{'s' if replicas > 1 else ''}"
+    # In its own environment, and yet what is measured here.
+    code = {"PYTHONPATH": str(PEERS.parents[2] / "src")}
+    words = (python, "-m", "hasten", *words)
+    return Contender(name, words, question, "/v2/health/ready", is_restless=True, environment=code)
+
+
+def deployed_triton(setting: Setting, repository: Path, variant: str) -> Contender:
+    """What `hasten deploy tritonserver` writes, as it is."""
+    given = [str(setting.bundle), "--runtime", "python", "--variant", variant, "-o", str(repository)]
+    words = [sys.executable, "-m", "hasten", "deploy", "tritonserver", *given]
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+    (ensemble,) = (folder for folder in repository.iterdir() if folder.name.endswith("_inference"))
+    outputs = (ensemble / "config.pbtxt").read_text().partition("output")[2]
+    output = outputs.partition('name: "')[2].partition('"')[0]
+    question = by_tensor(ensemble.name, output, [1, 1], setting.labels, "TEXT")
+    words = (setting.triton, str(PEERS / "triton_repository.py"), str(repository), "{port}", "{grpc}", "{folder}")
+    return Contender("tritonserver, hasten deploy", words, question, "/v2/health/ready")
+
+
 def triton(setting: Setting, graph: Path, name: str) -> Contender:
     words = (str(PEERS / "triton_onnxruntime.py"), str(setting.model), str(graph), "{port}", "{grpc}", "{folder}")
     question = by_tensor("classifier", "scores", [1, 1], setting.labels)
@@ -139,6 +163,21 @@ class Running:
     def memory_bytes(self) -> int:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.partition("VmRSS:")[2].split()[0]) * 1024
+
+    def tree_bytes(self) -> int:
+        """Of the process and all that it started, what they share counted once."""
+        parents = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError, IndexError):  # it has ended meanwhile
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        total, waiting = 0, [self.process.pid]
+        while waiting:
+            one = waiting.pop()
+            waiting += [child for child, parent in parents.items() if parent == one]
+            with suppress(OSError):
+                lines = Path(f"/proc/{one}/smaps_rollup").read_text()
+                total += int(lines.partition("\nPss:")[2].split()[0]) * 1024
+        return total
 
     def stop(self) -> None:
         self.process.terminate()

@@ -29,6 +29,11 @@ def triton_python(folder: Path) -> str:
     return _environment(folder, requirements, ["--no-deps", "nvidia-pytriton==0.7.0"])
 
 
+def ray_python(folder: Path) -> str:
+    """Ours with Ray Serve."""
+    return _environment(folder, ["-e", f"{PEERS.parents[2]}[ray]"])
+
+
 def _environment(folder: Path, *installs: list[str]) -> str:
     """Finished last: one that was interrupted is made again."""
     python, finished = folder / "bin" / "python", folder / "finished"

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,13 +112,17 @@ def groups(setting: Setting, only: str) -> Iterator[list[Contender]]:
 
 
 def take_turns(
-    setting: Setting, contenders: Sequence[Contender], turns: int, requests: int
+    setting: Setting,
+    contenders: Sequence[Contender],
+    turns: int,
+    requests: int,
+    lanes_of: Callable[[Setting, Running], Iterable[Lane]] | None = None,
 ) -> Iterator[tuple[str, list[Turn]]]:
     with ExitStack() as stack:
         lanes: list[Lane] = []
         for contender in contenders:
             server = stack.enter_context(Running(contender))
-            lanes += _lanes(setting, server)
+            lanes += (lanes_of or _lanes)(setting, server)
         bases = {lane.base for lane in lanes}
         for base in sorted(bases):
             alone = stack.enter_context(in_process(setting, base))
@@ -137,18 +141,18 @@ def take_turns(
 def _lanes(setting: Setting, server: Running) -> Iterator[Lane]:
     text, contender = text_of(setting.bundle, TOKENS), server.contender
     if contender.name == "hasten":
-        yield _Http("hasten, HTTP binary", OURS, server.port, contender.question.request(text))
-        yield _Http("hasten, JSON", OURS, server.port, by_json().request(text))
+        yield Http("hasten, HTTP binary", OURS, server.port, contender.question.request(text))
+        yield Http("hasten, JSON", OURS, server.port, by_json().request(text))
         yield _Grpc("hasten, gRPC", OURS, server.grpc_port, setting.bundle.resolve().name, "logits", [1], text)
         return
     base = PIPELINE if "transformers" in contender.name else PLAIN
-    yield _Http(contender.name, base, server.port, contender.question.request(text))
+    yield Http(contender.name, base, server.port, contender.question.request(text))
     if contender.name.startswith("tritonserver"):
         yield _Grpc(f"{contender.name}, gRPC", base, server.grpc_port, "classifier", "scores", [1, 1], text)
 
 
 @dataclass(slots=True)
-class _Http:
+class Http:
     name: str
     base: str
     port: int

@@ -36,13 +36,14 @@ def by_json(path: str = "/predict") -> Question:
     return Question(request, lambda _, body: json.loads(body)[0]["label"])
 
 
-def by_tensor(model: str, output: str, shape: list[int], labels: Sequence[str]) -> Question:
+def by_tensor(model: str, output: str, shape: list[int], labels: Sequence[str], text_input: str = "text") -> Question:
     """The v2 protocol with binary tensors: a text → its scores."""
 
     def request(text: str) -> bytes:
         data = text.encode()
         blob = len(data).to_bytes(4, "little") + data
-        tensor = {"name": "text", "shape": shape, "datatype": "BYTES", "parameters": {"binary_data_size": len(blob)}}
+        size = {"binary_data_size": len(blob)}
+        tensor = {"name": text_input, "shape": shape, "datatype": "BYTES", "parameters": size}
         wanted = {"name": output, "parameters": {"binary_data": True}}
         head = json.dumps({"inputs": [tensor], "outputs": [wanted]}).encode()
         return post(

@@ -12,7 +12,7 @@ import pytest
 from hasten.cli import parser_for
 from hasten.cli import serve as command
 from hasten.core.errors import PlanError
-from hasten.server.settings import OPTIONS, Settings, flag, unknown_variables
+from hasten.server.settings import OPTIONS, Replicas, Settings, flag, unknown_variables
 
 # For each kind of value three that differ from each other and from all defaults, and what they are read as.
 VALUES: dict[str, list[tuple[str, object]]] = {
@@ -24,6 +24,9 @@ VALUES: dict[str, list[tuple[str, object]]] = {
     "SIZE": [("3KB", 3072), ("2MB", 2**21), ("1gb", 2**30)],
     "FILE": [("one", Path("one")), ("two", Path("two")), ("three", Path("three"))],
     "FORM": [("json", "json"), ("text", "text"), ("json", "json")],
+    "ENGINE": [("ray", "ray"), ("here", "here"), ("ray", "ray")],
+    "COUNT": [("auto", Replicas(1, None)), ("2", Replicas(2, 2)), ("1-8", Replicas(1, 8))],
+    "SHARE": [("0.5", 0.5), ("1", 1.0), ("0.25", 0.25)],
     "": [("yes", True), ("no", False), ("1", True)],
 }
 
@@ -84,6 +87,10 @@ def test_bundles_from_the_environment() -> None:
         (["--port", "70000"], {}, "", "--port: there is no port 70000"),
         (["--max-queue", "0"], {}, "", "--max-queue: it must be at least 1"),
         (["--drain", "soon"], {}, "", "--drain: 'soon' is not a duration"),
+        (["--replicas", "some"], {}, "", "--replicas: 'some' is not a whole number"),
+        (["--replicas", "0-2"], {}, "", "--replicas: it must be at least 1"),
+        (["--replicas", "3-2"], {}, "", "--replicas: '3-2' ends before it begins"),
+        (["--gpus", "0"], {}, "", "--gpus: '0' is not a number above 0"),
         ([], {"HASTEN_GRPC": "maybe"}, "", "HASTEN_GRPC: 'maybe' is neither"),
         ([], {"HASTEN_LOG": "xml"}, "", "HASTEN_LOG: 'xml' is none of text, json"),
         ([], {}, "max_body = '1.5MB'", "max_body in .*serve.toml: '1.5MB' is not a size"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from hasten.bundle import Bundle, open_bundle
 from hasten.bundle.manifest import FILE as MANIFEST
 from hasten.bundle.manifest import is_bundle
-from hasten.core.errors import HastenError
+from hasten.core.errors import HastenError, PlanError
 from hasten.server import logs
 from hasten.server.settings import OPTIONS, Settings, bundles_in, flag
 from hasten.server.supervise import supervise
@@ -55,10 +55,19 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _serve(settings: Settings, args: argparse.Namespace) -> int:
-    if settings.supervise:
+    is_on_ray = settings.on == "ray"
+    for name in ("replicas", "gpus", "max_models", "address", "write"):
+        if not is_on_ray and getattr(settings, name) is not None:
+            raise PlanError(f"{flag(name)} is for a fleet", hint="add --on ray")
+    if settings.supervise and not is_on_ray:
         return supervise([sys.executable, "-m", "hasten", "serve", *_words(args), "--no-supervise"], settings.hang)
     from hasten.cli import console
-    from hasten.server.run import Addresses, run
+    from hasten.server.run import Addresses
+
+    if is_on_ray:
+        from hasten.deploy.ray.run import run
+    else:
+        from hasten.server.run import run
 
     def tell(addresses: Addresses) -> None:
         if args.json:

@@ -35,18 +35,21 @@ class Asgi:
         limits: HttpLimits | None = None,
         on_close: Callable[[], object] = lambda: None,
         behind: App | None = None,
+        *,
+        names_requests: bool = True,
     ) -> None:
         self._app = app
         self._on_close = on_close
         # The application that `app` leads to, where it is not that itself.
         self._behind = app if isinstance(app, App) else behind
+        # Not where the server in front answers with the request's name itself.
+        self._names_requests = names_requests
         self._limits = limits or HttpLimits()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             clock = asyncio.ensure_future(keep_time(self._behind.models)) if self._behind else None
-            await _live(receive, send)
-            await asyncio.to_thread(self._on_close)
+            await _live(receive, send, self._on_close)
             if clock is not None:
                 clock.cancel()
         elif scope["type"] == "http":
@@ -79,7 +82,8 @@ class Asgi:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
         if answer.done():
-            await _send(send, answer.result(), exchange.id, has_body=scope["method"] != "HEAD")
+            name = exchange.id if self._names_requests else ""
+            await _send(send, answer.result(), name, has_body=scope["method"] != "HEAD")
             exchange.was_sent(answer.result())
         else:
             exchange.leave()
@@ -133,11 +137,13 @@ async def _send(send: Send, response: Response, request: str, *, has_body: bool 
     await send({"type": "http.response.body", "body": response.body if has_body else b""})
 
 
-async def _live(receive: Receive, send: Send) -> None:
+async def _live(receive: Receive, send: Send, on_close: Callable[[], object]) -> None:
     while True:
         message = await receive()
         if message["type"] == "lifespan.startup":
             await send({"type": "lifespan.startup.complete"})
         else:
+            # Told when it is so: whoever hears it may end the process.
+            await asyncio.to_thread(on_close)
             await send({"type": "lifespan.shutdown.complete"})
             return

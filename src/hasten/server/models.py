@@ -105,8 +105,12 @@ class Models:
             self._served = {other: served for other, served in self._served.items() if other != name}
         before.close(self._drain_s)
 
+    def know(self, path: Path, name: str) -> None:
+        """Without loading it: that is done when it is asked for."""
+        self._paths[name] = path
+
     def load_again(self, name: str) -> Served:
-        """One that was loaded before, from where it was."""
+        """One that was loaded before, or is known, from where it was."""
         if name in self._coming:
             raise UnavailableError(f"'{name}' is not loaded yet")
         path = self._paths.get(name)
@@ -116,7 +120,7 @@ class Models:
 
     @property
     def paths(self) -> dict[str, Path]:
-        """Of all that were ever loaded."""
+        """Of all that were ever loaded, or are known."""
         return dict(self._paths)
 
     def close(self, drain_s: float) -> bool:

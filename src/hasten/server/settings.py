@@ -21,7 +21,7 @@ from hasten.core.registry import did_you_mean
 
 _LAST_PORT = 65535
 # Variables that are no options: ours, those of the tests, and what Kubernetes tells of a service that is called hasten.
-_OTHERS = ("BUNDLES", "CONFIG", "API_KEYS", "CACHE", "HEARTBEAT", "REAL_MODELS", "REAL_DATA", "TRITON_ENV")
+_OTHERS = ("BUNDLES", "CONFIG", "API_KEYS", "CACHE", "HEARTBEAT", "REAL_MODELS", "REAL_DATA", "TRITON_ENV", "RAY_ENV")
 _KUBERNETES = ("SERVICE_", "PORT_")
 _BYTES = {"": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 
@@ -60,6 +60,35 @@ def _factor(text: str) -> float:
     if not 1 < number < math.inf:
         raise PlanError(f"'{text}' is not a number above 1", hint="write 3, or 2.5")
     return number
+
+
+def _share(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise PlanError(f"'{text}' is not a number above 0", hint="write 1, or 0.5")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """How many processes of a fleet; between the two, load decides."""
+
+    least: int
+    # None: as many as there is room for.
+    most: int | None
+
+
+def _replicas(text: str) -> Replicas:
+    if text == "auto":
+        return Replicas(1, None)
+    least, is_range, most = text.partition("-")
+    found = Replicas(_count(least), _count(most if is_range else least))
+    if found.most is not None and found.most < found.least:
+        raise PlanError(f"'{text}' ends before it begins", hint="write 2, 1-8 or auto")
+    return found
 
 
 def _flag(text: str) -> bool:
@@ -107,6 +136,7 @@ class Option:
 
 
 _WHERE, _MODELS, _LIMITS, _SAFETY, _LIFE = "where", "models", "limits", "who may ask", "operation"
+_FLEET = "on Ray"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +184,25 @@ class Settings:
     supervise: Annotated[bool, Option(_flag, "", "start it again when it dies or hangs", _LIFE)] = False
     log: Annotated[str, Option(_one_of("text", "json"), "FORM", "text or json, to stderr", _LIFE)] = "text"
     log_requests: Annotated[bool | None, Option(_flag, "", "a line for each request (default: in json)", _LIFE)] = None
+
+    on: Annotated[str, Option(_one_of("here", "ray"), "ENGINE", "what runs it: this process, or Ray Serve", _FLEET)] = (
+        "here"
+    )
+    replicas: Annotated[
+        Replicas | None, Option(_replicas, "COUNT", "N, MIN-MAX as load asks for, or auto (default: 1)", _FLEET)
+    ] = None
+    gpus: Annotated[float | None, Option(_share, "SHARE", "of GPUs for each replica: 0.5 puts two on one", _FLEET)] = (
+        None
+    )
+    max_models: Annotated[
+        int | None, Option(_count, "N", "a replica holds so many, and loads others when asked (default: all)", _FLEET)
+    ] = None
+    address: Annotated[str | None, Option(str, "ADDRESS", "a running cluster's (default: Ray is started)", _FLEET)] = (
+        None
+    )
+    write: Annotated[Path | None, Option(Path, "FILE", "do not run it: write the YAML for `serve deploy`", _FLEET)] = (
+        None
+    )
 
     @property
     def logs_requests(self) -> bool:
