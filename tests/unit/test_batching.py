@@ -21,6 +21,17 @@ def test_every_row_once_and_no_group_too_big(lengths: np.ndarray, budget: int, m
 
 
 @given(lengths)
+def test_no_row_is_mostly_padding(lengths: np.ndarray) -> None:
+    for group in by_length(lengths):
+        widest = int(lengths[group].max())
+        assert widest - int(lengths[group].min()) <= max(16, widest // 16)
+
+
+def test_short_rows_do_not_run_beside_a_long_one() -> None:
+    assert [group.tolist() for group in by_length(np.array([20, 512, 24, 500]))] == [[1, 3], [2, 0]]
+
+
+@given(lengths)
 def test_neighbours_in_length_run_together_the_longest_first(lengths: np.ndarray) -> None:
     in_turn = [int(lengths[row]) for group in by_length(lengths) for row in group]
     assert in_turn == sorted(lengths.tolist(), reverse=True)

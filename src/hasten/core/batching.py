@@ -8,6 +8,8 @@ from hasten.core.tensors import IntArray
 
 # Big enough to keep a few cores busy, small enough that the activations of one batch stay in their caches.
 TOKEN_BUDGET = 2048
+# What another batch costs beside its tokens, in tokens: a row is padded by no more than that, or a share of the width.
+_FREE_PADDING, _MOST_PADDING = 16, 1 / 16
 
 
 def in_order(rows: int, size: int) -> list[IntArray]:
@@ -16,16 +18,19 @@ def in_order(rows: int, size: int) -> list[IntArray]:
 
 
 def by_length(lengths: IntArray, *, budget: int = TOKEN_BUDGET, max_rows: int = 64) -> list[IntArray]:
-    """Group rows of similar length so that a padded batch costs at most `budget` positions, padding included.
+    """Group rows of similar length so that a padded batch costs at most `budget` positions, few of them padding.
 
     A row longer than the budget runs alone. The longest come first: memory peaks at once, not at the end.
     """
     order = np.argsort(-lengths, kind="stable")
+    falling = -lengths[order]
     groups: list[IntArray] = []
     start = 0
     while start < len(order):
         widest = max(1, int(lengths[order[start]]))
-        count = max(1, min(max_rows, budget // widest))
+        shortest = widest - max(_FREE_PADDING, int(_MOST_PADDING * widest))
+        near = int(np.searchsorted(falling, -shortest, side="right")) - start
+        count = max(1, min(max_rows, budget // widest, near))
         groups.append(order[start : start + count])
         start += count
     return groups

@@ -8,8 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from hasten.kernels.dependent import launching, let_next_start, wait_for_previous
-
 _ROWS, _COLUMNS = 4, 512
 # transformers' names for the two.
 EXACT, TANH = "gelu", "gelu_new"
@@ -19,21 +17,10 @@ def reference(x: Any, bias: Any, kind: str = EXACT) -> Any:
     return torch.nn.functional.gelu(x.float() + bias.float(), approximate="tanh" if kind == TANH else "none")
 
 
-def bias_gelu(x: Any, bias: Any, kind: str = EXACT, *, is_dependent: bool = False) -> Any:
+def bias_gelu(x: Any, bias: Any, kind: str = EXACT) -> Any:
     rows, width = x.shape
     grid = (triton.cdiv(rows, _ROWS), triton.cdiv(width, _COLUMNS))
-    _bias_gelu[grid](
-        x,
-        bias,
-        rows,
-        width,
-        is_tanh=kind == TANH,
-        rows_at_once=_ROWS,
-        columns=_COLUMNS,
-        is_dependent=is_dependent,
-        num_warps=4,
-        **launching(is_dependent),
-    )
+    _bias_gelu[grid](x, bias, rows, width, is_tanh=kind == TANH, rows_at_once=_ROWS, columns=_COLUMNS, num_warps=4)
     return x
 
 
@@ -55,23 +42,11 @@ def gelu(value, is_tanh: tl.constexpr):
 
 
 @triton.jit
-def _bias_gelu(
-    x,
-    bias,
-    rows,
-    width,
-    is_tanh: tl.constexpr,
-    rows_at_once: tl.constexpr,
-    columns: tl.constexpr,
-    is_dependent: tl.constexpr,
-):
+def _bias_gelu(x, bias, rows, width, is_tanh: tl.constexpr, rows_at_once: tl.constexpr, columns: tl.constexpr):
     row = tl.program_id(0) * rows_at_once + tl.arange(0, rows_at_once)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     is_inside = (row < rows)[:, None] & (column < width)[None, :]
     at = x + row[:, None].to(tl.int64) * width + column[None, :]
-    biases = tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
-    if is_dependent:
-        let_next_start()
-        wait_for_previous()
-    value = tl.load(at, mask=is_inside, other=0.0).to(tl.float32) + biases[None, :]
+    value = tl.load(at, mask=is_inside, other=0.0).to(tl.float32)
+    value += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     tl.store(at, gelu(value, is_tanh).to(x.dtype.element_ty), mask=is_inside)

@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from hasten.kernels.dependent import launching, let_next_start, wait_for_previous
-
 
 def reference(qkv: Any, starts: Any, heads: int, bias: Any | None = None) -> Any:
     """`bias` (heads, distances) is added by how far apart two tokens are, at distances // 2 for none."""
@@ -52,7 +50,6 @@ def attention(
     keys: int = 64,
     warps: int = 4,
     stages: int = 3,
-    is_dependent: bool = False,
 ) -> Any:
     """qkv (tokens, 3 × width) as one product gives it; `work` from `tiles` with the same `rows`."""
     tokens, width = qkv.shape[0], qkv.shape[1] // 3
@@ -72,10 +69,8 @@ def attention(
         block=triton.next_power_of_2(size),
         rows=rows,
         keys=keys,
-        is_dependent=is_dependent,
         num_warps=warps,
         num_stages=stages,
-        **launching(is_dependent),
     )
     return out
 
@@ -94,7 +89,6 @@ def _attention(
     block: tl.constexpr,
     rows: tl.constexpr,
     keys: tl.constexpr,
-    is_dependent: tl.constexpr,
 ):
     tile, head = tl.program_id(0), tl.program_id(1)
     own = tl.load(work + 3 * tile)
@@ -106,9 +100,6 @@ def _attention(
     stride = 3 * width
     here = head * size + channel
     is_row = (row < end)[:, None] & is_channel[None, :]
-    if is_dependent:
-        let_next_start()
-        wait_for_previous()
     q = tl.load(qkv + row[:, None] * stride + here[None, :], mask=is_row, other=0.0)
     # In powers of two, which is what the hardware has an instruction for.
     factor = scale * 1.4426950408889634

@@ -60,7 +60,7 @@ class _Steps:
     down: tuple[int, int, int]
 
 
-_NARROW = _Steps(128, qkv=(64, 8), up=(64, 8), attend=(64, 4), down=(32, 64, 4))
+_NARROW = _Steps(128, qkv=(64, 8), up=(16, 4), attend=(64, 4), down=(32, 64, 4))
 _WIDE = _Steps(64, qkv=(64, 8), up=(64, 8), attend=(128, 4), down=(64, 512, 4))
 
 
@@ -78,7 +78,7 @@ class Encoder:
         """Up to how many the kernels for few take; none where its sides cannot be cut the way they want them."""
         shape, steps = self.geometry, self._steps
         size = shape.width // shape.heads
-        divides = 3 * shape.width % steps.qkv[0] == shape.inner % steps.up[0] == 0
+        divides = 3 * shape.width % steps.qkv[0] == shape.inner % 64 == 0
         cuts = shape.width % steps.down[0] == shape.inner % steps.down[1] == 0
         is_fitting = size & (size - 1) == 0 and size >= 16 and shape.width <= 1024
         is_able = divides and cuts and is_fitting and "project.weight" not in self._weights
@@ -89,6 +89,8 @@ class Encoder:
         shape, steps, weights, dependent = self.geometry, self._steps, self._weights, self.is_dependent
         tokens, device, dtype = batch.ids.shape[0], batch.ids.device, weights["words"].dtype
         rows = 16 if tokens <= 16 else 32
+        # With several programs on the same columns, wide ones read the weights less often.
+        up = steps.up if tokens <= 16 else (64, 8)
         qkv = torch.empty((tokens, 3 * shape.width), dtype=dtype, device=device)
         inner = torch.empty((tokens, shape.inner), dtype=dtype, device=device)
         between = torch.empty((tokens, shape.width), dtype=torch.float32, device=device)
@@ -110,7 +112,7 @@ class Encoder:
             expand(
                 between, weights[f"{layer}.middle.scale"], weights[f"{layer}.middle.shift"], shape.eps,
                 weights[f"{layer}.up.weight"], weights[f"{layer}.up.bias"], weights[f"{layer}.down.bias"], inner, total,
-                shape.activation, rows=rows, columns=steps.up[0], warps=steps.up[1], is_dependent=dependent,
+                shape.activation, rows=rows, columns=up[0], warps=up[1], is_dependent=dependent,
             )  # fmt: skip
             contract(
                 inner, weights[f"{layer}.down.weight"], total,
@@ -129,27 +131,23 @@ class Encoder:
         for place in range(shape.layers):
             layer = self._layer(place)
             qkv = torch.addmm(weights[f"{layer}.qkv.bias"], x, weights[f"{layer}.qkv.weight"].T)
-            mixed = attention(
-                qkv, batch.tiles, shape.heads, weights.get("distances"), rows=TILE, is_dependent=self.is_dependent
-            )
+            mixed = attention(qkv, batch.tiles, shape.heads, weights.get("distances"), rows=TILE)
             x = self._normed(torch.mm(mixed, weights[f"{layer}.out.weight"].T), x, f"{layer}.out", f"{layer}.middle")
             inner = torch.mm(x, weights[f"{layer}.up.weight"].T)
-            bias_gelu(inner, weights[f"{layer}.up.bias"], shape.activation, is_dependent=self.is_dependent)
+            bias_gelu(inner, weights[f"{layer}.up.bias"], shape.activation)
             x = self._normed(torch.mm(inner, weights[f"{layer}.down.weight"].T), x, f"{layer}.down", f"{layer}.end")
         return x
 
     def _embed(self, batch: Packed, norm: tuple[Any, Any, float] | None, out: Any | None) -> Any:
         words, places, kinds = (self._weights.get(name) for name in ("words", "places", "kinds"))
-        return embed(
-            batch.ids, batch.places, batch.kinds, words, places, kinds, norm, out, is_dependent=self.is_dependent
-        )
+        # Between cuBLAS's kernels overlapping costs more than it gains.
+        overlaps = self.is_dependent and norm is None
+        return embed(batch.ids, batch.places, batch.kinds, words, places, kinds, norm, out, is_dependent=overlaps)
 
     def _normed(self, product: Any, residual: Any, bias: str, norm: str) -> Any:
         weights = self._weights
         scale, shift = weights[f"{norm}.scale"], weights[f"{norm}.shift"]
-        return layer_norm(
-            product, scale, shift, self.geometry.eps, weights[f"{bias}.bias"], residual, is_dependent=self.is_dependent
-        )
+        return layer_norm(product, scale, shift, self.geometry.eps, weights[f"{bias}.bias"], residual)
 
     def _layer(self, place: int) -> int:
         return 0 if self.geometry.is_shared else place

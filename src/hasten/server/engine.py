@@ -73,6 +73,7 @@ class Observer:
 class _Worker:
     session: Session
     thread: threading.Thread
+    wake: threading.Condition
     # When it took what it runs, or waits to run; None while there is nothing.
     busy_since: float | None = None
 
@@ -95,16 +96,22 @@ class Engine:
         self._admission = Admission(limits, len(sessions))
         self._chores: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
-        self._workers_wake, self._encoders_wake = (threading.Condition(self._lock) for _ in range(2))
+        self._encoders_wake = threading.Condition(self._lock)
         self._all_done = threading.Condition(self._lock)
-        self._idle_workers = self._idle_encoders = 0
+        self._idle_encoders = 0
+        # Who was busy last is last, and is woken first: a session that has just run is still in the caches.
+        self._idle: list[_Worker] = []
         self._open = 0
         self._is_closing = False
         self._seat = seat or Turns(len(sessions)).join()
         self._observer = observer or Observer()
         self._max_wait_s = max_wait_s
-        self._workers = [_Worker(session, threading.Thread(target=self._work, args=[place], daemon=True))
-                         for place, session in enumerate(sessions)]  # fmt: skip
+        self._workers = [
+            _Worker(
+                session, threading.Thread(target=self._work, args=[place], daemon=True), threading.Condition(self._lock)
+            )
+            for place, session in enumerate(sessions)
+        ]
         threads = [worker.thread for worker in self._workers]
         self._threads = [*threads, *(threading.Thread(target=self._encode, daemon=True) for _ in range(encoders))]
         for thread in self._threads:
@@ -153,7 +160,7 @@ class Engine:
         until = time.monotonic() + timeout_s
         with self._lock:
             self._is_closing = True
-            self._workers_wake.notify_all()
+            self._wake_all()
             while self._open and (left := until - time.monotonic()) > 0:
                 self._all_done.wait(left)
             return not self._open
@@ -162,8 +169,7 @@ class Engine:
         with self._lock:
             self._is_closing = True
             waiting = self._queue.close()
-            self._workers_wake.notify_all()
-            self._encoders_wake.notify_all()
+            self._wake_all()
         for work in waiting:
             self._end(work, UnavailableError("the model was taken away before it was answered"))
         until = time.monotonic() + _CLOSE_S
@@ -184,9 +190,10 @@ class Engine:
                 while not self._chores and not self._is_ready():
                     if self._is_closing and not self._open:
                         return
-                    self._idle_workers += 1
-                    self._workers_wake.wait(self._patience())
-                    self._idle_workers -= 1
+                    self._idle.append(worker)
+                    worker.wake.wait(self._patience())
+                    if worker in self._idle:
+                        self._idle.remove(worker)
                 job = self._queue.take(time.monotonic()) if self._is_ready() else None
                 dropped, self._queue.dropped = self._queue.dropped, []
                 # Runs what waits before it prepares more: others can do that meanwhile.
@@ -228,10 +235,20 @@ class Engine:
 
     def _add_chore(self, chore: Callable[[], None]) -> None:
         self._chores.append(chore)
-        if self._idle_workers:
-            self._workers_wake.notify()
-        elif self._idle_encoders:
+        if not self._wake_worker() and self._idle_encoders:
             self._encoders_wake.notify()
+
+    def _wake_worker(self) -> bool:
+        """Whether one was idle."""
+        if self._idle:
+            self._idle.pop().wake.notify()
+            return True
+        return False
+
+    def _wake_all(self) -> None:
+        for worker in self._workers:
+            worker.wake.notify()
+        self._encoders_wake.notify_all()
 
     # The way of a request
 
@@ -258,8 +275,7 @@ class Engine:
                 work.is_cancelled = request.is_cancelled
                 self._queue.put(work)
                 self._admission.encoded(work.batch.tokens)
-                if self._idle_workers:
-                    self._workers_wake.notify()
+                self._wake_worker()
         except HastenError as error:
             self._answer(request, error, None)
         except BaseException as error:  # a panic of the tokenizer is not an Exception, and would end the thread
@@ -380,8 +396,7 @@ class Engine:
             if not self._open:
                 self._all_done.notify_all()
                 if self._is_closing:
-                    self._workers_wake.notify_all()
-                    self._encoders_wake.notify_all()
+                    self._wake_all()
         if not request.is_cancelled:
             try:
                 request.on_done(answer, measured)
