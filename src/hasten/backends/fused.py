@@ -239,8 +239,8 @@ class FusedSession:
             if weight is not None:
                 # What follows a layer is its activation, or another layer, which names none.
                 activation = "" if f"head.{following}.weight" in self._weights else following
-                bias, overlaps = self._weights[f"head.{step}.bias"], self._encoder.is_dependent
-                x, rows = dense(x, rows, weight, bias, activation, is_dependent=overlaps), None
+                bias = self._weights[f"head.{step}.bias"]
+                x, rows = dense(x, rows, weight, bias, activation), None
         return x
 
 

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from hasten.kernels.activation import gelu
-from hasten.kernels.dependent import launching, let_next_start, wait_for_previous
 
 _DEPTH = 128
 
@@ -29,8 +28,6 @@ def dense(
     bias: Any,
     activation: str = "",
     out: Any | None = None,
-    *,
-    is_dependent: bool = False,
 ) -> Any:
     """In fp32 of the rows of x that `rows` names, or of all; a row behind the last is the last."""
     count = x.shape[0] if rows is None else rows.shape[0]
@@ -50,9 +47,7 @@ def dense(
         has_rows=rows is not None,
         activation=activation,
         depth=min(_DEPTH, triton.next_power_of_2(width)),
-        is_dependent=is_dependent,
         num_warps=4,
-        **launching(is_dependent),
     )
     return out
 
@@ -71,15 +66,11 @@ def _dense(
     has_rows: tl.constexpr,
     activation: tl.constexpr,
     depth: tl.constexpr,
-    is_dependent: tl.constexpr,
 ):
     column = tl.program_id(0) * 16 + tl.arange(0, 16)
     row = tl.program_id(1) * 16 + tl.arange(0, 16)
     is_column, is_row = column < columns, row < count
     place = row
-    if is_dependent:
-        let_next_start()
-        wait_for_previous()
     if has_rows:
         place = tl.minimum(tl.load(rows + row, mask=is_row, other=0), tokens - 1)
     total = tl.zeros((16, 16), tl.float32)
