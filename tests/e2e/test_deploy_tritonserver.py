@@ -58,6 +58,8 @@ PAIRS = [{"text": "old books", "text_pair": "the sea"}, {"text": LONG, "text_pai
 QUESTIONS = [
     {"question": "where is the cat?", "context": "the cat sat on the mat and looked at the rain"},
     {"question": "what ran?", "context": LONG},
+    # JSON for a list, were it not a text.
+    {"question": "[1]", "context": "[1, 2]"},
 ]
 CHOICES = [
     {"prompt": "the cat", "choices": ["sat on the mat", "ran across the green field", "rain"]},
