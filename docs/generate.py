@@ -17,6 +17,7 @@ import fleet
 
 from hasten import cli
 from hasten.backends import BACKENDS
+from hasten.cli import convert_model
 from hasten.core import errors
 from hasten.tasks import TASKS
 
@@ -31,24 +32,30 @@ def command_line() -> str:
     """Tables rather than argparse's own help, which looks different in every version of Python."""
     lines = [NOTE, "# Command line"]
     for name, what in cli.COMMANDS.items():
-        parser = cli.parser_for(name, cli.module_of(name))
-        places = [action for action in parser._actions if not action.option_strings]
-        usage = " ".join(f"[{place.dest.upper()} …]" if place.nargs == "*" else place.dest.upper() for place in places)
-        lines += ["", f"## hasten {name} {usage}".rstrip(), "", f"{what[0].upper()}{what[1:]}.", ""]
-        lines += ["| option | meaning |", "|---|---|"]
-        lines += [_option(action) for action in parser._actions if action.option_strings and action.dest != "help"]
+        lines += _command(f"hasten {name}", f"{what[0].upper()}{what[1:]}.", cli.parser_for(name, cli.module_of(name)))
+    parser = convert_model.parser()
+    lines += _command(parser.prog, f"{parser.description} {parser.epilog}", parser)
     lines += ["", "## Exit codes", "", "| code | error | meaning |", "|---|---|---|", *_exit_codes()]
     return "\n".join(lines) + "\n"
 
 
+def _command(name: str, what: str, parser: argparse.ArgumentParser) -> list[str]:
+    places = [action for action in parser._actions if not action.option_strings]
+    usage = " ".join(f"[{place.dest.upper()} …]" if place.nargs == "*" else place.dest.upper() for place in places)
+    options = [_option(action) for action in parser._actions if action.option_strings and action.dest != "help"]
+    return ["", f"## {name} {usage}".rstrip(), "", what, "", "| option | meaning |", "|---|---|", *options]
+
+
 def _option(action: argparse.Action) -> str:
     takes = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
+    takes = " ".join(takes) if isinstance(takes, tuple) else takes
     takes = "\\|".join(action.choices) if action.choices else takes
     several = " …" if action.nargs in ("+", "*") else ""
     flags = ", ".join(f"`{flag}`" for flag in action.option_strings)
-    meaning = action.help or ""
-    if isinstance(action.default, list) and action.default:
-        meaning += f" default: {' '.join(map(str, action.default))}"
+    meaning = (action.help or "") % vars(action)
+    shown = " ".join(map(str, action.default)) if isinstance(action.default, list) else ""
+    if shown not in meaning:
+        meaning += f" default: {shown}"
     return f"| {flags} {takes}{several} | {meaning.strip()} |"
 
 
