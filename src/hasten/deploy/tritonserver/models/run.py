@@ -49,6 +49,8 @@ class TritonPythonModel:
             for spec in self._signature.inputs
         }
         rows, width = given["input_ids"].shape
+        if any(value.shape != (rows, width) for value in given.values()):
+            raise InputError("the inputs have different shapes")
         mask = given.pop(ATTENTION_MASK, np.ones((rows, width))) != 0
         lengths = mask.sum(axis=1).astype(np.int32)
         if (
