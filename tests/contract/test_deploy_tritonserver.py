@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hasten.bundle import Bundle
+from hasten.bundle import Bundle, open_bundle
 from hasten.cli import main
+from hasten.core.errors import BundleError
 from hasten.deploy import MARK
 from hasten.deploy.tritonserver import Options, Repository, Runtime, write_models, write_repository
 
@@ -213,7 +216,7 @@ def test_refusals(
     code: int,
     what: str,
 ) -> None:
-    assert main([*COMMAND, str(classifier_bundle.path), "-o", str(tmp_path / "out"), *words]) == code
+    assert main([*COMMAND, str(classifier_bundle.path), "-o", str(tmp_path / "new" / "out"), *words]) == code
     assert what in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -221,7 +224,7 @@ def test_refusals(
 def test_a_variant_that_the_runtime_cannot_run(
     tagger_bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*COMMAND, str(tagger_bundle.path), "-o", str(tmp_path / "out"), "--variant", "openvino-fp32"]
+    words = [*COMMAND, str(tagger_bundle.path), "-o", str(tmp_path / "new" / "out"), "--variant", "openvino-fp32"]
     assert main(words) == 3
     assert "--runtime native does not run openvino, with --runtime python it does" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -234,3 +237,34 @@ def test_a_folder_that_is_not_ours(
     assert main([*COMMAND, str(classifier_bundle.path), "-o", str(tmp_path), "--force"]) == 2
     assert "is not empty and holds no deployment" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["letter"]
+
+
+def test_what_a_bundle_says_does_not_become_a_command(classifier_bundle: Bundle, tmp_path: Path) -> None:
+    """Versions are installed by a shell, in the Dockerfile and as README says."""
+    machine = classifier_bundle.manifest.machine
+    libraries = {"tokenizers": "1; touch /tmp/mine", "onnxruntime": "1.31.1", "msgspec": "$(id)"}
+    changed = replace(classifier_bundle.manifest, machine=replace(machine, libraries=libraries))
+    bundle = Bundle(classifier_bundle.path, changed)
+    written = write_repository(bundle, tmp_path / "out", Options(runtime=Runtime.PYTHON))
+    assert written.packages == ("tokenizers", "onnxruntime==1.31.1")
+
+
+def test_nothing_is_written_outside_for_the_name_of_a_tensor(classifier_bundle: Bundle, tmp_path: Path) -> None:
+    signature = classifier_bundle.manifest.signature
+    first, *others = signature.inputs
+    inputs = (replace(first, name=f"../../../{first.name}"), *others)
+    changed = replace(classifier_bundle.manifest, signature=replace(signature, inputs=inputs))
+    with pytest.raises(BundleError, match="is unsafe: it names the tensor"):
+        write_repository(Bundle(classifier_bundle.path, changed), tmp_path / "out", Options())
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_copied_that_the_manifest_does_not_list(classifier_bundle: Bundle, tmp_path: Path) -> None:
+    """A link in a variant's folder may lead anywhere."""
+    (tmp_path / "secret").write_text("mine")
+    place = tmp_path / "bundle"
+    shutil.copytree(classifier_bundle.path, place)
+    (place / "variants" / classifier_bundle.chosen.name / "link").symlink_to(tmp_path / "secret")
+    with pytest.raises(BundleError, match="a file its manifest does not list"):
+        write_repository(open_bundle(place), tmp_path / "out", Options())
+    assert not (tmp_path / "out").exists()

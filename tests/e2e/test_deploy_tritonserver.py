@@ -58,6 +58,8 @@ PAIRS = [{"text": "old books", "text_pair": "the sea"}, {"text": LONG, "text_pai
 QUESTIONS = [
     {"question": "where is the cat?", "context": "the cat sat on the mat and looked at the rain"},
     {"question": "what ran?", "context": LONG},
+    # JSON for a list, were it not a text.
+    {"question": "[1]", "context": "[1, 2]"},
 ]
 CHOICES = [
     {"prompt": "the cat", "choices": ["sat on the mat", "ran across the green field", "rain"]},
@@ -279,6 +281,8 @@ def test_transformer_deploys_clients(deployed: Deployed, name: str) -> None:
     items = groups(case.items)[0]
     inputs = {name: column.reshape(-1) for name, column in fields(items).items()}
     with hasten.load(deployed.bundles[name].path, threads=1) as here, Client(deployed.server.url) as client:
+        with pytest.raises(StageError, match="no item given"):
+            client.infer(written.inference, {name: column[:0] for name, column in inputs.items()}, ["output"])
         found = client.infer(written.inference, inputs, ["output"])["output"]
         if written.is_raw:
             np.testing.assert_allclose(found, here.outputs(here.encode(items))["logits"], atol=TOLERANCE)
@@ -320,6 +324,7 @@ def test_bad_texts_are_refused_alone(deployed: Deployed) -> None:
         ([5] * 100, [1] * 100, "a row has 100 tokens, and the model takes 64"),
         ([1, 5, 2], [1, 0, 1], "ones, then zeros"),
         ([1, 5, 2], [0, 0, 0], "at least one 1"),
+        ([1, 5, 2], [1, 1], "the inputs have different shapes"),
     ],
 )
 def test_bad_tokens_are_refused(deployed: Deployed, ids: list[int], mask: list[int], message: str) -> None:

@@ -244,7 +244,7 @@ def test_an_exception_leaves_nothing_behind(tmp_path: Path, error: BaseException
 
     with pytest.raises(type(error)):
         build()
-    assert names_in(target.parent) == []
+    assert names_in(tmp_path) == []
 
 
 def test_leaving_without_commit_leaves_nothing_behind(tmp_path: Path) -> None:

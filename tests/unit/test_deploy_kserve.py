@@ -190,3 +190,16 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert said in first
     assert len(hints) <= 1
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_tritonserver_is_sized_for_what_it_runs(
+    write_bundle: Any, make_manifest: Any, report: Report, model: Bundle, tmp_path: Path, capsys: Any
+) -> None:
+    """Not for the fastest, which its own backends do not run."""
+    fastest = "openvino-bf16"
+    write_bundle(model.path, make_manifest(fastest, FP32), measured=manifests.measured(report, fastest, FP32))
+    words = ["deploy", "kserve", str(model.path), "-o", str(tmp_path / "out"), "--force"]
+    by_tritonserver = ["--runtime", "tritonserver", *shlex.split(STORED)]
+    for given, variant in (([], fastest), (by_tritonserver, FP32), ([*by_tritonserver, "--variant", fastest], fastest)):
+        assert main([*words, *given]) == 0
+        assert f"each pod runs {variant} on" in capsys.readouterr().out

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hasten.core.errors import PlanError, UnsupportedError
+from hasten.core.errors import PlanError, UnavailableError, UnsupportedError
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Plan, Range, Shapes
 from hasten.core.report import Bench, Report, Timing
@@ -18,8 +20,9 @@ from hasten.core.tensors import Shape
 from hasten.deploy.tritonserver import Options, Runtime
 from hasten.deploy.tritonserver.batching import batching
 from hasten.deploy.tritonserver.check import are_alike
+from hasten.deploy.tritonserver.client import Client
 from hasten.deploy.tritonserver.pbtxt import Tensor, Word, entries, to_text
-from hasten.deploy.tritonserver.program import Program
+from hasten.deploy.tritonserver.program import Program, TritonServer
 from hasten.deploy.tritonserver.shipping import ship
 
 pb2: Any = pytest.importorskip("tritonclient.grpc.model_config_pb2", reason="the messages come with tritonclient")
@@ -109,7 +112,7 @@ def test_options_that_contradict() -> None:
         Options(runtime=Runtime.PYTHON, device="cuda")
 
 
-@pytest.mark.parametrize("where", ["/nowhere/tritonserver", "/nowhere/at/all"])
+@pytest.mark.parametrize("where", ["/nowhere/tritonserver", "/nowhere/at/all", "localhost"])
 def test_a_binary_that_is_not_there(where: str) -> None:
     with pytest.raises(PlanError, match="there is no tritonserver at"):
         Program.find(where)
@@ -123,9 +126,49 @@ def test_a_file_that_is_no_program(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_somebody_elses(tmp_path: Path) -> None:
     (tmp_path / "letter").write_text("dear")
-    with pytest.raises(PlanError, match="something else than a virtual environment"):
+    with pytest.raises(PlanError, match="is not empty, and holds no tritonserver of ours"):
         Program.find(str(tmp_path))
     assert (tmp_path / "letter").exists()
+
+
+def test_an_environment_that_is_somebody_elses(tmp_path: Path) -> None:
+    """It is not cleared to make room for ours."""
+    (tmp_path / "pyvenv.cfg").write_text("home = /usr/bin\n")
+    with pytest.raises(PlanError, match="is not empty, and holds no tritonserver of ours"):
+        Program.find(str(tmp_path))
+    assert (tmp_path / "pyvenv.cfg").exists()
+
+
+def test_a_program_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "tritonserver").write_bytes(b"\x00not for this machine")
+    (tmp_path / "tritonserver").chmod(0o755)
+    with pytest.raises(PlanError, match="is no program: Exec format error"):
+        TritonServer(Program.find(str(tmp_path / "tritonserver")), tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("url", ["http://here:port", "here:99999", "https://here:1", "http://", "http://here:1/v2"])
+def test_an_address_that_is_none(url: str) -> None:
+    with pytest.raises(PlanError, match="is no address of a tritonserver"):
+        Client(url)
+
+
+def test_a_server_of_another_kind() -> None:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html></html>")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        with (
+            Client(f"127.0.0.1:{server.server_port}") as client,
+            pytest.raises(UnavailableError, match="no tritonserver"),
+        ):
+            client.version()
 
 
 def modules_after(folder: Path, module: str) -> set[str]:

@@ -15,6 +15,7 @@ from hasten.core.tensors import (
     Shape,
     Signature,
     TensorSpec,
+    divide,
     gather,
     pad,
     real_positions,
@@ -210,3 +211,14 @@ def test_tiles_have_a_mask_where_a_text_can_hold_one() -> None:
         [2],
     ]
     assert 99 not in batch.values["token_type_ids"]
+
+
+def test_what_ran_as_one_is_divided_again() -> None:
+    parts = [batch_of(rows) for rows in ([[5, MASK_ID, 7], [8]], [[MASK_ID, MASK_ID]], [[9]])]
+    about = Signature((IDS, TYPES, MASK), (PER_ROW, PER_TOKEN, PER_MASK), max_length=16, mask_id=MASK_ID)
+    counts = {"logits": [2, 1, 1], "hidden": [4, 2, 1], "scores": [1, 2, 0]}
+    outputs = {name: np.arange(2.0 * sum(own)).reshape(-1, 2) for name, own in counts.items()}
+    found = divide(outputs, parts, about)
+    assert {name: [len(one[name]) for one in found] for name in counts} == counts
+    for name, whole in outputs.items():
+        assert (np.concatenate([one[name] for one in found]) == whole).all()

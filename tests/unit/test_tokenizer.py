@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import processors
+from tokenizers import models, processors
 
 from hasten.core.errors import BundleError
 from hasten.core.tokenizer import Tokenizer, TokenizerSpec, Tokens
@@ -163,3 +163,8 @@ def test_ids_become_text_again(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(ids) == "[CLS] a b [UNK] [SEP]"
     assert tokenizer.decode([]) == ""
     assert tokenizer.decode([99]) == ""
+
+
+def test_ids_beyond_a_gap_are_ids() -> None:
+    backend = FastTokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 9}, unk_token="[UNK]"))
+    assert Tokenizer(backend, TokenizerSpec(BOTH, max_length=16)).size == 10

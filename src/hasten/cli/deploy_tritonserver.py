@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--variant", metavar="NAME", help="default: the fastest that can run there")
     parser.add_argument("--instances", type=int, default=1, metavar="N", help="of each model (default: 1)")
-    parser.add_argument("--threads", type=int, metavar="N", help="of each instance (default: the cores, shared out)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="of each instance (default: as ONNX Runtime has it; in Python the cores, shared out)",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the server decides")
     parser.add_argument("--cache", action="store_true", help="let the server answer again what it has answered")
     parser.add_argument(
@@ -98,24 +104,23 @@ def _check(bundle: Bundle, repository: Repository, args: argparse.Namespace) -> 
 def _print(repository: Repository, checked: Check | None) -> None:
     from hasten.cli import console
 
-    out = console.out
-    out.print(f"{repository.directory}: {repository.variant}", highlight=False)
+    show = partial(console.out.print, highlight=False, markup=False, soft_wrap=True)
+    show(f"{repository.directory}: {repository.variant}")
     for name in repository.names:
-        out.print(f"  {name}", highlight=False)
+        show(f"  {name}")
     if checked is None:
         return
-    out.print(f"\n{checked.server}", highlight=False)
+    show(f"\n{checked.server}")
     for name in repository.names:
         reason = checked.not_ready.get(name)
-        out.print(f"  {name}: {'ready' if reason is None else reason}", highlight=False, markup=False)
+        show(f"  {name}: {'ready' if reason is None else reason}")
     if checked.verdict is not None:
-        out.print(f"  against the reference: {checked.verdict.reason}", highlight=False)
-        out.print(f"  texts answered alike: {checked.same_answers:.1%}", highlight=False)
+        show(f"  against the reference: {checked.verdict.reason}")
+        show(f"  texts answered alike: {checked.same_answers:.1%}")
     if (load := checked.load) is not None:
-        out.print(
+        show(
             f"  {load.clients} clients: {load.per_second:.0f} answers/s, p50 {load.p50_ms:.1f} ms, p99"
-            f" {load.p99_ms:.1f} ms, {load.failed} failed; {load.rows} rows in {load.executions} executions",
-            highlight=False,
+            f" {load.p99_ms:.1f} ms, {load.failed} failed; {load.rows} rows in {load.executions} executions"
         )
 
 

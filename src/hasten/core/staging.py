@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -45,6 +46,7 @@ class Staging:
     """A context: leaving it without `commit` removes everything. `path` is where to write meanwhile."""
 
     path: Path
+    _made: list[Path]
 
     def __init__(self, target: Path, check: Callable[[Path], None]) -> None:
         self.target = target.absolute()
@@ -52,6 +54,8 @@ class Staging:
 
     def __enter__(self) -> Self:
         with translate_os_errors(f"making a directory beside {self.target}"):
+            # Nearest first: those that are empty in the end go again.
+            self._made = [above for above in self.target.parents if not above.exists()]
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self.path = Path(tempfile.mkdtemp(prefix=f".{self.target.name}-", dir=self.target.parent))
         return self
@@ -60,6 +64,9 @@ class Staging:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):
+            for above in self._made:
+                above.rmdir()
 
     def commit(self) -> None:
         """Move into place, replacing an older one in two renames."""

@@ -208,3 +208,10 @@ def gather(parts: Iterable[tuple[IntArray, Outputs]], batch: Batch, signature: S
             whole[np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])] = outputs[spec.name]
         result[spec.name] = whole
     return result
+
+
+def divide(outputs: Outputs, batches: Sequence[Batch], signature: Signature) -> list[Outputs]:
+    """What belongs to each of several batches that ran as one."""
+    counts = {spec.name: [int(signature.counts(spec, batch).sum()) for batch in batches] for spec in signature.outputs}
+    parts = {name: np.split(outputs[name], np.cumsum(own)[:-1]) for name, own in counts.items()}
+    return [{name: part[place] for name, part in parts.items()} for place in range(len(batches))]

@@ -139,10 +139,10 @@ class Tokenizer:
         """The token as the vocabulary spells it."""
         return self._backend.id_to_token(token_id) or ""
 
-    @property
+    @cached_property
     def size(self) -> int:
-        """How many tokens the vocabulary has, added ones included."""
-        return self._backend.get_vocab_size()
+        """One more than the largest id of a token, added ones included: some vocabularies have gaps."""
+        return max(self._backend.get_vocab().values(), default=-1) + 1
 
     def id_of(self, token: str) -> int | None:
         return self._backend.token_to_id(token)

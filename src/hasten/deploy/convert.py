@@ -249,6 +249,7 @@ def _safer(bundle: Bundle, entry: VariantEntry, options: Options) -> Iterator[st
     yield "--atol bounds the largest difference of an output, not the mean of all differences"
     yield f"truncation: texts of more than {about.tokenizer.max_length} tokens are cut to that many"
     if is_batched(about.signature):
-        yield f"dynamic batching: texts of one length that come together run together, up to {options.max_rows}"
+        most = options.max_rows
+        yield f"dynamic batching: texts of one length that come together run together; a request holds {most} at most"
     if labels := about.task.labels:
         yield f"labels: the repository has their names ({', '.join(labels[:4])}{', …' if len(labels) > 4 else ''})"

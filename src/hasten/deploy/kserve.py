@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from hasten.bundle import Bundle
 from hasten.bundle.manifest import SCHEMA
 from hasten.core.errors import PlanError
-from hasten.deploy import manifests, pods
+from hasten.deploy import manifests, pods, tritonserver
 from hasten.deploy.manifests import Deployment, to_yaml
 from hasten.deploy.names import check_name
 from hasten.deploy.pods import Pod, PodOptions
+from hasten.deploy.tritonserver.options import choose
 
 # Where KServe expects a server to listen, and puts what a storage address leads to.
 HTTP_PORT, GRPC_PORT, STORED = 8080, 9000, "/mnt/models"
@@ -78,8 +79,8 @@ class Service:
 def write(bundle: Bundle, target: Path, options: PodOptions, service: Service, *, force: bool = False) -> Deployment:
     """All of it, or nothing."""
     check_name("--name", options.name, _MOST_LETTERS)
-    pod = Pod.of(bundle, options)
     is_ours = service.runtime is Runtime.HASTEN
+    pod = Pod.of(bundle, options if is_ours else _of_tritonserver(bundle, options))
     if options.keys_secret and not is_ours:
         raise PlanError("--keys-secret is about our own server: tritonserver knows no keys", hint="leave it out")
     image = _image(pod, service)
@@ -92,6 +93,15 @@ def write(bundle: Bundle, target: Path, options: PodOptions, service: Service, *
     files["README.md"] = _readme(pod, image, service)
     manifests.write(target, files, force=force)
     return Deployment.of(pod, target, files, image, _scales_by(pod, service))
+
+
+def _of_tritonserver(bundle: Bundle, options: PodOptions) -> PodOptions:
+    """Sized for what `hasten deploy tritonserver` takes where it is not told otherwise, if that was timed."""
+    if options.variant is not None:
+        return options
+    taken = choose(bundle, tritonserver.Options()).variant.name
+    is_timed = taken in [entry.name for entry in bundle.manifest.variants]
+    return replace(options, variant=taken) if is_timed else options
 
 
 def _image(pod: Pod, service: Service) -> str | None:
@@ -215,12 +225,16 @@ def _scales_by(pod: Pod, service: Service) -> str:
 
 def _readme(pod: Pod, image: str | None, service: Service) -> str:
     options = pod.options
+    is_ours = service.runtime is Runtime.HASTEN
     needs = {
-        Mode.STANDARD: "`--prometheus URL` scales by the queue instead, through KEDA.",
+        Mode.STANDARD: "`--prometheus URL` scales by the queue instead, through KEDA." if is_ours else "",
         Mode.KNATIVE: "Knative counts them.",
     }[service.mode]
     if service.prometheus:
         needs = f"The cluster needs KEDA, and a Prometheus at `{service.prometheus}` that scrapes annotated pods."
+    count = f"{options.replicas} pods."
+    if options.is_scaled:
+        count = f"{options.replicas} to {options.max_replicas} pods: more with {_scales_by(pod, service)}. {needs}"
     return f"""# {options.name} on KServe
 
 Written by hasten for bundle `{pod.digest[:12]}`, variant `{pod.entry.name}`. Needs Kubernetes 1.30 and KServe 0.16 in
@@ -234,8 +248,7 @@ kubectl wait --for=condition=Ready inferenceservice/{options.name}
 
 ## Size and scaling
 
-{pod.cores} cores and {pod.memory} for each pod, by the bundle's benchmark. {options.replicas} to \
-{options.max_replicas} pods: more with {_scales_by(pod, service)}. {needs}
+{pod.cores} cores and {pod.memory} for each pod, by the bundle's benchmark. {count.strip()}
 """
 
 
@@ -246,7 +259,8 @@ def _bringing(pod: Pod, image: str | None, service: Service) -> str:
         given = f" (now `{image}`)" if image else ""
         return f"""`{service.storage}` holds the model repository that `hasten deploy tritonserver BUNDLE -o DIR` wrote.
 Models go by the names of its folders. Its tokenizer needs a package that NVIDIA's image does not have: build the
-`Dockerfile` in DIR, and give the image's name as `--image`{given}.
+`Dockerfile` in DIR, and give the image's name as `--image`{given}. Where DIR was written with another `--variant`, give
+it here too: pods are as big as its benchmark says.
 """
     asked = f"The model goes by `{name}`: `POST /v2/models/{name}/infer`.\n"
     if image and service.storage is None:

@@ -32,6 +32,8 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: None) -> None:
     """On a Ray of our own until SIGTERM or SIGINT; on a cluster until the fleet answers, which then stays."""
+    if (settings.write is not None or settings.address is not None) and settings.host in _LOCAL:
+        logger.warning("every node will listen on %s, where nobody else reaches it: --host 0.0.0.0", settings.host)
     if settings.write is not None:
         write(fleet(settings), settings.write)
         logger.info("written: %s", settings.write)

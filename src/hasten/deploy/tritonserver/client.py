@@ -29,14 +29,23 @@ class Statistics:
     executions: int
 
 
+class _About(msgspec.Struct):
+    name: str
+    version: str
+
+
 class Client:
     """One connection, kept."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme != "http" or not parts.hostname:
+        try:
+            port = parts.port
+        except ValueError:
+            port = 0
+        if parts.scheme != "http" or not parts.hostname or port == 0 or parts.path.strip("/"):
             raise PlanError(f"'{url}' is no address of a tritonserver", hint="write http://127.0.0.1:8000")
-        self._connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=_TIMEOUT_S)
+        self._connection = http.client.HTTPConnection(parts.hostname, port or 80, timeout=_TIMEOUT_S)
 
     def close(self) -> None:
         self._connection.close()
@@ -50,8 +59,8 @@ class Client:
         self.close()
 
     def version(self) -> str:
-        about = self._json("GET", "/v2")
-        return f"{about['name']} {about['version']}"
+        about = self._json("GET", "/v2", kind=_About)
+        return f"{about.name} {about.version}"
 
     def index(self) -> dict[str, tuple[str, str]]:
         """The models, each with its state and the reason for it."""
@@ -75,8 +84,16 @@ class Client:
             found[output["name"]] = from_bytes(output["name"], output["datatype"], output["shape"], data)
         return found
 
-    def _json(self, method: str, path: str, body: bytes | None = None) -> Any:
-        return msgspec.json.decode(self._ask(method, path, body, {})[1])
+    @property
+    def _where(self) -> str:
+        return f"{self._connection.host}:{self._connection.port}"
+
+    def _json(self, method: str, path: str, body: bytes | None = None, kind: Any = Any) -> Any:
+        content = self._ask(method, path, body, {})[1]
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise UnavailableError(f"{self._where} is no tritonserver: {path} is answered otherwise there") from error
 
     def _ask(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
@@ -87,9 +104,10 @@ class Client:
             content = response.read()
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
-            where = f"{self._connection.host}:{self._connection.port}"
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise UnavailableError(f"{where} gives no answer: {why}", hint="is tritonserver running there?") from error
+            raise UnavailableError(
+                f"{self._where} gives no answer: {why}", hint="is tritonserver running there?"
+            ) from error
         if response.status != http.client.OK:
             raise StageError(
                 f"tritonserver answers {response.status} to {path}: {content[:500].decode(errors='replace')}"

@@ -26,13 +26,15 @@ from types import TracebackType
 from typing import Self
 
 from hasten.core.cache import cache_directory
-from hasten.core.errors import PlanError, StageError, UnsupportedError
+from hasten.core.errors import PlanError, StageError, UnsupportedError, translate_os_errors
 
 _PACKAGES = (("--no-deps", "nvidia-pytriton==0.7.0"), ("numpy<2", "onnxruntime", "tokenizers", "msgspec"))
 _GLIBC = (2, 35)
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-_HINT = "--check takes the path of a tritonserver of your own, or the address of one that runs"
+_HINT = "--check takes the path of a tritonserver of your own, or the address of one that runs: 127.0.0.1:8000"
 _SHOWN_CHARACTERS = 2000
+# In an environment that we make: first, so that no other is ever cleared, and last.
+_BEGUN, _COMPLETE = "begun", "complete"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +47,14 @@ class Program:
 
     @classmethod
     def find(cls, given: str | None, packages: Sequence[str] = ()) -> Program:
-        """A binary, or an environment that has one or is to have one; none given, PyPI's."""
+        """A binary, an environment that `installed` made, or an empty folder for one; none given, PyPI's."""
         if given:
             path = Path(given).expanduser()
             if path.is_file():
                 if not os.access(path, os.X_OK):
                     raise PlanError(f"{path} is no program", hint=_HINT)
                 return cls(path)
-            if not path.exists() and (path.name == "tritonserver" or not path.parent.is_dir()):
+            if not path.exists():
                 raise PlanError(f"there is no tritonserver at {path}", hint=_HINT)
             return cls.installed(path, packages)
         chosen = os.environ.get("HASTEN_TRITON_ENV")
@@ -68,14 +70,8 @@ class Program:
             raise UnsupportedError(
                 "this Python has no shared library, which tritonserver's Python backend loads", hint=_HINT
             )
-        is_complete = environment / "complete"
-        if not is_complete.exists():
-            if environment.exists() and any(environment.iterdir()) and not (environment / "pyvenv.cfg").exists():
-                raise PlanError(f"{environment} holds something else than a virtual environment", hint=_HINT)
-            subprocess.run([sys.executable, "-m", "venv", "--clear", environment], check=True, capture_output=True)
-            for words in _PACKAGES:
-                _install(environment, words)
-            is_complete.touch()
+        if not (environment / _COMPLETE).exists():
+            _make(environment)
         site = environment / "lib" / f"python{_PYTHON}" / "site-packages"
         missing = [package for package in packages if not list(site.glob(f"{_name(package)}-*.dist-info"))]
         if missing:
@@ -86,12 +82,29 @@ class Program:
         return cls(root / "bin" / "tritonserver", environment)
 
 
+def _make(environment: Path) -> None:
+    """From the beginning, also where we were interrupted before; what somebody else made is left alone."""
+    with translate_os_errors(f"installing tritonserver in {environment}"):
+        if environment.exists() and any(environment.iterdir()) and not (environment / _BEGUN).exists():
+            raise PlanError(f"{environment} is not empty, and holds no tritonserver of ours", hint=_HINT)
+        shutil.rmtree(environment, ignore_errors=True)
+        environment.mkdir(parents=True)
+        (environment / _BEGUN).touch()
+    _do([sys.executable, "-m", "venv", str(environment)])
+    for words in _PACKAGES:
+        _install(environment, words)
+    (environment / _COMPLETE).touch()
+
+
 def _install(environment: Path, words: Sequence[str]) -> None:
-    command = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", *words]
+    _do([str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", *words])
+
+
+def _do(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
-        raise UnsupportedError(f"tritonserver cannot be installed: {why}", hint=_HINT)
+        told = (done.stderr.strip() or done.stdout.strip()).splitlines() or [f"{command[2]} failed"]
+        raise UnsupportedError(f"tritonserver cannot be installed: {told[-1]}", hint=_HINT)
 
 
 def _name(package: str) -> str:
@@ -117,7 +130,7 @@ class TritonServer:
         *,
         words: Sequence[str] = (),
         is_lenient: bool = False,
-        timeout_s: float = 60.0,
+        timeout_s: float = 300.0,
     ) -> None:
         """Lenient, it runs although models do not load: its index then says why."""
         self.port, self.grpc_port = _free_port(), _free_port()
@@ -145,7 +158,10 @@ class TritonServer:
             variables["PATH"] = f"{program.environment / 'bin'}:{os.environ['PATH']}"
             variables["LD_LIBRARY_PATH"] = str(_library())
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=variables)
+            try:
+                self._process = subprocess.Popen(command, stdout=log, stderr=log, env=variables)
+            except OSError as error:
+                raise PlanError(f"{program.binary} is no program: {error.strerror}", hint=_HINT) from error
         self._wait(timeout_s)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import msgspec
 from hasten.backends import MODEL, Artifact
 from hasten.bundle import Bundle
 from hasten.bundle.read import GRAPH_BACKEND, TOKENIZER
-from hasten.core.errors import StageError, UnsupportedError, translate_os_errors
+from hasten.core.errors import BundleError, StageError, UnsupportedError, translate_os_errors
 from hasten.core.tensors import ATTENTION_MASK, Signature, TensorSpec
 from hasten.core.variant import CPU
 from hasten.deploy.tritonserver import configs
@@ -53,6 +54,10 @@ __all__ = ["TritonPythonModel"]
 
 def write_models(bundle: Bundle, directory: Path, options: Options) -> Repository:
     """Fill a directory that is there with the directories of the models."""
+    bundle.check()  # whatever lies in the folder of a variant is copied
+    for spec in (*bundle.manifest.signature.inputs, *bundle.manifest.signature.outputs):
+        if not spec.name.isidentifier():  # files are called so
+            raise BundleError(f"{bundle.path} is unsafe: it names the tensor '{spec.name}'")
     task = f"hasten.tasks.{bundle.manifest.task.name.replace('-', '_')}"
     if not is_ours(task):
         raise UnsupportedError(
@@ -61,6 +66,11 @@ def write_models(bundle: Bundle, directory: Path, options: Options) -> Repositor
     artifact = choose(bundle, options)
     with translate_os_errors(f"writing {directory}"):
         return _Writer(bundle, directory, options, artifact).write()
+
+
+def _is_version(text: str) -> bool:
+    """A bundle may say anything, and what it says here becomes part of commands."""
+    return re.fullmatch(r"[0-9][0-9A-Za-z.]*", text, re.ASCII) is not None
 
 
 @dataclass(frozen=True)
@@ -196,7 +206,7 @@ class _Writer:
         if self.is_python:
             names.append("openvino" if self.artifact.variant.backend == "openvino" else "onnxruntime")
         built = self.bundle.manifest.machine.libraries
-        return tuple(f"{name}=={built[name]}" if name in built else name for name in names)
+        return tuple(f"{name}=={built[name]}" if _is_version(built.get(name, "")) else name for name in names)
 
     @property
     def around(self) -> dict[str, Value]:

@@ -15,11 +15,13 @@ import numpy as np
 
 from hasten.core.batching import by_length
 from hasten.core.errors import InputError, StageError
-from hasten.core.tensors import ATTENTION_MASK, Batch, Outputs, gather, pad, real_positions, repad, unpad
+from hasten.core.tensors import ATTENTION_MASK, Batch, Outputs, divide, gather, pad, real_positions, repad, unpad
 from hasten.deploy.tritonserver.models.request import Tensors, Told, answered, columns, server
 from hasten.tasks import TASKS, Encoded, TaskSpec
 
 OPTIONS = "OPTIONS"
+# Fields that are lists, which come as JSON. A text that looks like one stays a text.
+_LISTS = ("candidate_labels", "choices", "documents")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,9 @@ class TritonPythonModel:
     def _asked(self, request: Any) -> _Asked:
         given = columns(request, (*(name.upper() for name in self._fields), OPTIONS))
         said = set(given.pop(OPTIONS, ["{}"]))
+        names = [name.lower() for name in given]
         items: list[Any] = [
-            {name.lower(): _list_or_text(value) for name, value in zip(given, values, strict=True)}
+            {name: _list_or_text(value) if name in _LISTS else value for name, value in zip(names, values, strict=True)}
             for values in zip(*given.values(), strict=True)
         ]
         if list(given) == ["TEXT"]:
@@ -77,13 +80,7 @@ class TritonPythonModel:
             ]
         )
         outputs = gather([(rows, self._run(whole.take(rows))) for rows in groups], whole, signature)
-        starts = dict.fromkeys(outputs, 0)
-        for one in asked:
-            own: dict[str, Any] = {}
-            for spec in signature.outputs:
-                count = int(signature.counts(spec, one.encoded.batch).sum())
-                own[spec.name] = outputs[spec.name][starts[spec.name] : starts[spec.name] + count]
-                starts[spec.name] += count
+        for one, own in zip(asked, divide(outputs, [one.encoded.batch for one in asked], signature), strict=True):
             answers = self._raw(own, one.encoded.batch) if self._is_raw else self._decoded(own, one)
             yield dict(zip(self._outputs, answers, strict=True))
 
@@ -126,7 +123,7 @@ class TritonPythonModel:
 
 
 def _list_or_text(value: str) -> object:
-    """A field that is a list (choices, documents, labels) comes as JSON."""
+    """Labels may also come as one text, with commas."""
     if value.startswith("["):
         try:
             return json.loads(value)

@@ -119,6 +119,8 @@ def columns(request: Any, names: Sequence[str]) -> dict[str, list[str]]:
             found[name] = [str(text, "utf-8") for text in tensor.as_numpy().reshape(-1)]
         except UnicodeDecodeError as error:
             raise InputError(f"input '{name}' is not UTF-8: {error.reason} at byte {error.start}") from error
+    if not all(found.values()):
+        raise InputError("no item given")  # the server would wait forever for a batch of nothing
     if len({len(column) for column in found.values()}) > 1:
         raise InputError("the inputs have different numbers of items")
     return found

@@ -12,7 +12,7 @@ from hasten.backends import BACKENDS, Artifact, RunOptions
 from hasten.core.batching import by_length
 from hasten.core.errors import InputError
 from hasten.core.hardware import usable_cores
-from hasten.core.tensors import ATTENTION_MASK, Batch, gather, real_positions, repad
+from hasten.core.tensors import ATTENTION_MASK, Batch, divide, gather, real_positions, repad
 from hasten.core.variant import Variant
 from hasten.deploy.tritonserver.models.request import Tensors, Told, answered, server
 
@@ -49,6 +49,8 @@ class TritonPythonModel:
             for spec in self._signature.inputs
         }
         rows, width = given["input_ids"].shape
+        if any(value.shape != (rows, width) for value in given.values()):
+            raise InputError("the inputs have different shapes")
         mask = given.pop(ATTENTION_MASK, np.ones((rows, width))) != 0
         lengths = mask.sum(axis=1).astype(np.int32)
         if (
@@ -70,14 +72,11 @@ class TritonPythonModel:
         whole = Batch.concatenate([rows.batch for rows in asked])
         parts = [(rows, self._session.run(whole.take(rows))) for rows in by_length(whole.lengths)]
         outputs = gather(parts, whole, signature)
-        starts = dict.fromkeys(outputs, 0)
-        for rows in asked:
-            own: dict[str, Any] = {}
+        for rows, own in zip(asked, divide(outputs, [rows.batch for rows in asked], signature), strict=True):
+            tensors: dict[str, Any] = {}
             for spec in signature.outputs:
-                count = int(signature.counts(spec, rows.batch).sum())
-                value = outputs[spec.name][starts[spec.name] : starts[spec.name] + count]
-                starts[spec.name] += count
+                value = own[spec.name]
                 if spec.is_per_token:
                     value = repad(value, rows.batch.lengths, rows.width, signature.pads_left)
-                own[spec.name] = value.astype(spec.dtype.value, copy=False)
-            yield own
+                tensors[spec.name] = value.astype(spec.dtype.value, copy=False)
+            yield tensors
