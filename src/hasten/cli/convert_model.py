@@ -86,6 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="who runs the model: the server's own ONNX Runtime (native), or its Python backend",
     )
     ours.add_argument("--data", metavar="FILE", help="rows to verify on, as hasten build takes them (a sample)")
+    ours.add_argument(
+        "--min-agreement", type=float, metavar="SHARE", help="of its answers int8 must keep (the task's default)"
+    )
     ours.add_argument("--bench-budget", default="30s", metavar="TIME", help="for hasten's own benchmark (%(default)s)")
     ours.add_argument("--pooling", help="for embeddings: mean, cls, … (what the model says)")
     ours.add_argument("--file-name", metavar="ONNX", help="start from this graph of the model: onnx/model.onnx")
@@ -144,7 +147,7 @@ def _take_token(given: str | None) -> None:
 
 
 def _order(args: argparse.Namespace) -> Order:
-    from hasten.core.plan import Keep, Plan, Range, Shapes, parse_duration
+    from hasten.core.plan import Gate, Keep, Plan, Range, Shapes, parse_duration
     from hasten.deploy.convert import Measures, Order
     from hasten.deploy.tritonserver import Options, Runtime
 
@@ -158,6 +161,7 @@ def _order(args: argparse.Namespace) -> Order:
         shapes=Shapes(batch, sequence),
         variants=(*_FP32, *(_INT8 if args.quantization else ())),
         data=args.data,
+        gate=Gate(min_agreement=args.min_agreement),
         bench_budget_s=parse_duration(args.bench_budget),
         threads=args.nb_threads,
         keep=Keep.ALL,
