@@ -16,7 +16,7 @@ test: $(VENV)/.dev ## the tests that run everywhere
 	$(BIN)/python -m pytest tests/unit tests/contract tests/kernels
 
 e2e: $(VENV)/.dev ## slow: real weights, real processes, torch.compile
-	$(BIN)/python -m pytest tests/e2e tests/contract tests/kernels -m "e2e or slow" --slow
+	$(BIN)/python -m pytest tests/e2e tests/unit tests/contract tests/kernels -m "e2e or slow" --slow
 
 check: $(VENV)/.dev ## style, types, layers, generated docs
 	$(BIN)/ruff format --check .

@@ -12,7 +12,7 @@ import pytest
 
 from hasten.backends import BACKENDS, Artifact, Dialect, RunOptions, Session, Source
 from hasten.core.errors import StageError
-from hasten.core.hardware import this_machine
+from hasten.core.hardware import Gpu, this_machine
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Layout, Shape, TensorSpec
 from hasten.core.variant import Precision, Variant
 
@@ -266,10 +266,12 @@ def test_every_offered_variant_runs_here(name: str) -> None:
 def test_a_missing_package_is_answered_with_the_pip_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = BACKENDS.get(name)
     monkeypatch.setattr("hasten.backends.find_spec", lambda _: None)
-    # A machine without a compiler has another reason to refuse, but the package comes first.
+    # A machine without a compiler has another reason to refuse, but the package comes first; and nobody is told to
+    # install what is for a GPU that is not there.
     monkeypatch.setattr("shutil.which", lambda _: None)
+    machine = replace(this_machine(), gpus=(Gpu("NVIDIA H200", 2**37, "9.0", "580"),))
     for asked in (None, Variant(name, Precision.FP32)):
-        support = backend.probe(this_machine(), asked)
+        support = backend.probe(machine, asked)
         assert not support.ok
         assert backend.requires[0] in support.reason
         assert support.hint.startswith("pip install")

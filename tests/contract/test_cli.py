@@ -183,6 +183,7 @@ def test_dry_run_shows_how_to_install_what_is_missing(
     assert "pip install 'hasten[nncf]'" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_verify_and_bench(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(bundle), "--quiet"]) == 0
     assert "onnxruntime-fp32" in capsys.readouterr().out

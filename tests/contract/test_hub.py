@@ -112,6 +112,7 @@ def hasten(hub: str, cache: Path, *words: str) -> subprocess.CompletedProcess[st
     return python(hub, cache, "-m", "hasten", *words)
 
 
+@pytest.mark.slow
 def test_a_hub_model_is_built_and_its_revision_recorded(hub: tuple[str, list[str]], tmp_path: Path) -> None:
     target = tmp_path / "bundle"
     words = ["build", "org/tiny", "-o", str(target), "--bench-budget", "0.2s", "-b", "1", "-s", "8"]

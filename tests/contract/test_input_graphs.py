@@ -587,6 +587,7 @@ def test_a_graph_needs_a_configuration(classifier: Path, no_leftovers: Path, tmp
         hasten.build(model, no_leftovers)
 
 
+@pytest.mark.slow
 def test_a_graph_is_built_timed_and_timed_again_without_torch(classifier: Path, tmp_path: Path) -> None:
     """In processes of their own, in which nobody can import it."""
     model = copied(classifier, tmp_path)

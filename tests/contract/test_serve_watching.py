@@ -243,6 +243,7 @@ def test_spans_go_to_the_collector(classifier_bundle: Bundle, tmp_path: Path) ->
     assert [values(span.attributes)["http.response.status_code"] for span in others] == [400]
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_not_there_holds_nothing_up(classifier_bundle: Bundle, tmp_path: Path) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="tracing needs hasten[tracing]")
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -117,6 +117,7 @@ def test_whoever_goes_first_does_not_keep_others_waiting_for_ever(queue: Queue) 
     assert taken(queue) == [5]
 
 
+@pytest.mark.slow
 def test_many_rows_cost_no_more_than_few() -> None:
     """A hundred requests of a thousand rows: sorted again for each batch, they took minutes."""
     wide = Queue(Limits(tokens_per_batch=2048, rows_per_batch=64))
