@@ -185,7 +185,7 @@ def sealed(bundle: Bundle) -> Bundle:
 
 
 # Installed as another package's backend would be. While a file of that name lies in OBSTINATE, it does not open, does
-# not come back, or fails.
+# not come back, which "hangs" tells then, or fails.
 OBSTINATE = """
 import os, time
 from pathlib import Path
@@ -200,6 +200,7 @@ class Session(PaddedSession):
 
     def run(self, batch):
         while (FOLDER / "hang").exists():
+            (FOLDER / "hangs").touch()
             time.sleep(0.01)
         if (FOLDER / "fail").exists():
             raise RuntimeError("out of luck")

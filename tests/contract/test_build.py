@@ -341,6 +341,7 @@ def test_an_interrupt_while_replacing_keeps_the_old_bundle(
     assert [path.name for path in target.parent.iterdir()] == ["bundle"]
 
 
+@pytest.mark.slow
 def test_a_failing_backend_is_recorded_if_we_picked_it_and_an_error_if_the_user_did(
     tiny_classifier: Any, quick_build: Any, no_leftovers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

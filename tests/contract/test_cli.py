@@ -191,6 +191,7 @@ def test_verify_and_bench(bundle: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().out)["bench"]["baseline"] == "torch-fp32"
 
 
+@pytest.mark.slow
 def test_build_as_json(
     tiny_classifier: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

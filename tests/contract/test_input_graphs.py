@@ -112,6 +112,7 @@ def edit(file: Path, change: Callable[[Any], object]) -> None:
     onnx.save(graph, file)
 
 
+@pytest.mark.slow
 def test_a_graph_is_built_like_any_model(
     classifier: Path, pipeline: Any, quick_build: Any, corpus: tuple[str, ...]
 ) -> None:

@@ -68,6 +68,7 @@ def test_a_recipe_makes_the_same_graph_again(searched: Bundle, name: str, quick_
     assert again.chosen.agreement.rows == len(texts_file.read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_nncf_needs_its_rows_again(searched: Bundle, quick_build: Any) -> None:
     if "openvino-int8" not in {entry.name for entry in searched.manifest.variants}:
         pytest.skip("openvino-int8 was not made here")
