@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from hasten.backends import BACKENDS, Artifact, RunOptions, Session
 from hasten.bundle import Bundle, VariantEntry
 from hasten.core.batching import by_length
+from hasten.core.closing import Closing
 from hasten.core.errors import HastenError, UnsupportedError
 from hasten.core.hardware import this_machine
 from hasten.core.targets import why_not
@@ -22,7 +22,7 @@ from hasten.tasks import TASKS, Encoded, TaskSpec
 logger = logging.getLogger("hasten")
 
 
-class Predictor:
+class Predictor(Closing):
     """Call it with texts. Safe to share between threads: one runs at a time."""
 
     def __init__(self, spec: TaskSpec, tokenizer: Tokenizer, session: Session) -> None:
@@ -70,14 +70,6 @@ class Predictor:
 
     def close(self) -> None:
         self.session.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def describe_truncation(encoded: Encoded, max_length: int) -> str:

@@ -11,13 +11,14 @@ import torch
 import transformers
 
 from hasten.backends import RunOptions, Source
-from hasten.backends.fused import BACKEND, FILE, Bucket, FusedSession, _round_up, read_about
+from hasten.backends.fused import BACKEND, FILE, FusedSession, read_about
 from hasten.backends.torch import ModuleSession
 from hasten.builder.head import Exportable, Pooled, PoolingHead
 from hasten.core.errors import UnsupportedError
 from hasten.core.hardware import Gpu, this_machine
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Signature, TensorSpec
 from hasten.core.variant import Precision, Variant
+from hasten.kernels.packing import Bucket, round_up
 from hasten.tasks import Pooling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -133,11 +134,11 @@ def test_a_row_is_answered_alike_in_any_company(tmp_path: Path) -> None:
 
 def test_buckets_waste_little_and_are_few() -> None:
     for tokens in range(1, 5000):
-        room = _round_up(tokens)
+        room = round_up(tokens)
         assert room >= tokens
         assert tokens <= 128 or room <= 1.125 * tokens + 1
-    assert len({_round_up(tokens) for tokens in range(16, 16385)}) <= 60
-    assert Bucket.of(batch_of(3, 40, 9)) == Bucket(64, 4)
+    assert len({round_up(tokens) for tokens in range(16, 16385)}) <= 60
+    assert Bucket.of([3, 40, 9]) == Bucket(64, 4)
 
 
 def test_what_it_does_not_know_is_refused_with_the_list(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.core.batching import TOKEN_BUDGET, by_length, in_order
+from hasten.core.batching import FREE_PADDING, MOST_PADDING, TOKEN_BUDGET, by_length, in_order
 
 lengths = st.lists(st.integers(0, 600), max_size=80).map(lambda values: np.asarray(values, np.int32))
 
@@ -24,7 +24,7 @@ def test_every_row_once_and_no_group_too_big(lengths: np.ndarray, budget: int, m
 def test_no_row_is_mostly_padding(lengths: np.ndarray) -> None:
     for group in by_length(lengths):
         widest = int(lengths[group].max())
-        assert widest - int(lengths[group].min()) <= max(16, widest // 16)
+        assert widest - int(lengths[group].min()) <= max(FREE_PADDING, MOST_PADDING * widest)
 
 
 def test_short_rows_do_not_run_beside_a_long_one() -> None:

@@ -15,6 +15,7 @@ from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 
+from hasten.core.closing import Closing
 from hasten.core.errors import PlanError, missing_package
 from hasten.core.execution import Execution, Trial
 from hasten.core.hardware import Machine, usable_cores
@@ -168,10 +169,21 @@ def probe_packages(backend: Backend) -> Support:
     return Support.yes()
 
 
-class PaddedSession:
-    """The part that every session on rectangles shares."""
+class OpenSession(Closing):
+    """The part that every session shares."""
 
     spec: SessionSpec
+
+    def run(self, batch: Batch) -> Outputs:
+        raise NotImplementedError
+
+    def warm(self, shapes: Sequence[Shape]) -> None:
+        for shape in shapes:
+            self.run(uniform_batch(shape, self.spec.signature))
+
+
+class PaddedSession(OpenSession):
+    """The part that every session on rectangles shares."""
 
     def run(self, batch: Batch) -> Outputs:
         signature = self.spec.signature
@@ -183,21 +195,6 @@ class PaddedSession:
     def run_padded(self, batch: Batch) -> Outputs:
         """All rows as one rectangle."""
         raise NotImplementedError
-
-    def warm(self, shapes: Sequence[Shape]) -> None:
-        for shape in shapes:
-            self.run(uniform_batch(shape, self.spec.signature))
-
-    def close(self) -> None:
-        """Release what the runtime holds; the default leaves it to the garbage collector."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def uniform_batch(shape: Shape, signature: Signature) -> Batch:

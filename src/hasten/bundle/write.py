@@ -7,8 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -19,6 +18,7 @@ from hasten.bundle.read import REFERENCE_INPUTS, REFERENCE_OUTPUTS, REPORT, TOKE
 from hasten.core import staging
 from hasten.core.errors import translate_os_errors
 from hasten.core.report import Report
+from hasten.core.staging import Staging
 from hasten.core.tensors import Outputs
 
 if TYPE_CHECKING:
@@ -30,21 +30,11 @@ def check_target(target: Path, *, force: bool) -> None:
     staging.check_target(target, force=force, what="bundle", is_ours=is_bundle)
 
 
-class BundleWriter:
+class BundleWriter(Staging):
     """A context: leaving it without `commit` removes everything."""
 
     def __init__(self, target: Path, *, force: bool = False) -> None:
-        self._staging = staging.Staging(target, lambda place: check_target(place, force=force))
-        self.target = self._staging.target
-
-    def __enter__(self) -> Self:
-        self._work = self._staging.__enter__().path
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._staging.__exit__(kind, error, trace)
+        super().__init__(target, lambda place: check_target(place, force=force))
 
     def add_graph(self, graph: Path) -> str:
         """The graph with its external data; returns its path inside the bundle."""
@@ -63,34 +53,34 @@ class BundleWriter:
 
     def add_reference(self, rows: Sequence[Row], outputs: Outputs) -> None:
         with translate_os_errors(f"writing {self.target}"):
-            inputs = self._work / REFERENCE_INPUTS
+            inputs = self.path / REFERENCE_INPUTS
             inputs.parent.mkdir()
             inputs.write_text(
                 "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
                 encoding="utf-8",
                 errors="surrogatepass",
             )
-            np.savez_compressed(self._work / REFERENCE_OUTPUTS, allow_pickle=False, **outputs)
+            np.savez_compressed(self.path / REFERENCE_OUTPUTS, allow_pickle=False, **outputs)
 
     def add_report(self, report: Report) -> None:
         with translate_os_errors(f"writing {self.target}"):
-            (self._work / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+            (self.path / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
 
     def commit(self, manifest: Manifest) -> Bundle:
         """Seal with the hashes of all files and move into place."""
         files = {
-            file.relative_to(self._work).as_posix(): sha256(file)
-            for file in sorted(self._work.rglob("*"))
+            file.relative_to(self.path).as_posix(): sha256(file)
+            for file in sorted(self.path.rglob("*"))
             if file.is_file()
         }
         manifest = replace(manifest, files=files).sealed()
         with translate_os_errors(f"writing {self.target}"):
-            (self._work / FILE).write_bytes(manifest.to_json())
-        self._staging.commit()
+            (self.path / FILE).write_bytes(manifest.to_json())
+        self.put_in_place()
         return Bundle(self.target, manifest)
 
     def _copy(self, file: Path, place: Path) -> None:
         with translate_os_errors(f"writing {self.target}"):
-            destination = self._work / place
+            destination = self.path / place
             destination.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, destination)

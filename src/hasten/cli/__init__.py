@@ -61,9 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0].startswith("-"):
         return _top_level(words)
     # Some commands are two words: what to do, and for whom.
-    length = 2 if any(name.startswith(f"{words[0]} ") for name in COMMANDS) else 1
-    if words[length - 1 :][:1] in ([], ["--help"], ["-h"]):
+    is_two = any(name.startswith(f"{words[0]} ") for name in COMMANDS)
+    if is_two and (len(words) == 1 or words[1].startswith("-")):
         return _top_level(["--help"])
+    length = 2 if is_two else 1
     name, rest = " ".join(words[:length]), words[length:]
     if name not in COMMANDS:
         print(f"error: unknown command '{name}'{did_you_mean(name, COMMANDS)}\n  hint: hasten --help", file=sys.stderr)

@@ -8,8 +8,10 @@ from hasten.core.tensors import IntArray
 
 # Big enough to keep a few cores busy, small enough that the activations of one batch stay in their caches.
 TOKEN_BUDGET = 2048
-# What another batch costs beside its tokens, in tokens: a row is padded by no more than that, or a share of the width.
-_FREE_PADDING, _MOST_PADDING = 16, 1 / 16
+# Padding that a batch may add for the sake of fewer batches: a share of its tokens, and a few in any case, since a
+# batch has a cost of its own.
+MOST_PADDING = 0.05
+FREE_PADDING = 12
 
 
 def in_order(rows: int, size: int) -> list[IntArray]:
@@ -28,7 +30,7 @@ def by_length(lengths: IntArray, *, budget: int = TOKEN_BUDGET, max_rows: int = 
     start = 0
     while start < len(order):
         widest = max(1, int(lengths[order[start]]))
-        shortest = widest - max(_FREE_PADDING, int(_MOST_PADDING * widest))
+        shortest = widest - max(FREE_PADDING, int(MOST_PADDING * widest))
         near = int(np.searchsorted(falling, -shortest, side="right")) - start
         count = max(1, min(max_rows, budget // widest, near))
         groups.append(order[start : start + count])

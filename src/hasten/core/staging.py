@@ -43,7 +43,7 @@ def _check_free(target: Path, *, force: bool, what: str, is_ours: Callable[[Path
 
 
 class Staging:
-    """A context: leaving it without `commit` removes everything. `path` is where to write meanwhile."""
+    """A context: leaving it without `put_in_place` removes everything. `path` is where to write meanwhile."""
 
     path: Path
     _made: list[Path]
@@ -68,8 +68,8 @@ class Staging:
             for above in self._made:
                 above.rmdir()
 
-    def commit(self) -> None:
-        """Move into place, replacing an older one in two renames."""
+    def put_in_place(self) -> None:
+        """By renaming it, replacing an older one in two renames."""
         with translate_os_errors(f"writing {self.target}"):
             self.path.chmod(0o755)
             # Asked again: something else may have appeared there meanwhile.

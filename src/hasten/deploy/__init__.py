@@ -11,7 +11,7 @@ MARK = ".hasten-deployment"
 
 
 def written(target: Path, *, force: bool) -> Staging:
-    """A context whose `path` is filled and then put in the target's place by `commit`; asks first if it may."""
+    """A context whose `path` is filled and then put in the target's place by `put_in_place`; asks first if it may."""
 
     def check(place: Path) -> None:
         check_target(place, force=force, what="deployment", is_ours=lambda found: (found / MARK).is_file())
@@ -21,6 +21,6 @@ def written(target: Path, *, force: bool) -> Staging:
 
 
 class _Marked(Staging):
-    def commit(self) -> None:
+    def put_in_place(self) -> None:
         (self.path / MARK).touch()
-        super().commit()
+        super().put_in_place()

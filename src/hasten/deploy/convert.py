@@ -128,7 +128,7 @@ def convert(order: Order, output: Path, *, force: bool = False, progress: Progre
             options = replace(order.repository, variant=entry.name)
             repository = write_models(bundle, staging.path, options)
             write_around(bundle.manifest.task, options, repository)
-        staging.commit()
+        staging.put_in_place()
         notes += _safer(bundle, entry, options)
         return Converted(
             staging.target, entry.name, whose, repository.names, tuple(latencies), bundle.report, tuple(notes)

@@ -82,4 +82,4 @@ def write(target: Path, files: Mapping[str, str], *, force: bool) -> None:
         with translate_os_errors(f"writing {target}"):
             for name, text in files.items():
                 (staging.path / name).write_text(text, encoding="utf-8")
-        staging.commit()
+        staging.put_in_place()

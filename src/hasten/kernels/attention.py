@@ -44,7 +44,6 @@ def attention(
     work: Any,
     heads: int,
     bias: Any | None = None,
-    out: Any | None = None,
     *,
     rows: int = 64,
     keys: int = 64,
@@ -53,8 +52,7 @@ def attention(
 ) -> Any:
     """qkv (tokens, 3 × width) as one product gives it; `work` from `tiles` with the same `rows`."""
     tokens, width = qkv.shape[0], qkv.shape[1] // 3
-    if out is None:
-        out = torch.empty((tokens, width), dtype=qkv.dtype, device=qkv.device)
+    out = torch.empty((tokens, width), dtype=qkv.dtype, device=qkv.device)
     size = width // heads
     _attention[(work.shape[0], heads)](
         qkv,

@@ -45,6 +45,8 @@ class Packed:
     kinds: Any
     # Of each token the sequence, none twice; past the end −1.
     sequence: Any
+    # Of each sequence the first token, and behind the last one the end.
+    starts: Any
     # From `attention.tiles`.
     tiles: Any
 
@@ -83,6 +85,9 @@ class Encoder:
         is_fitting = size & (size - 1) == 0 and size >= 16 and shape.width <= 1024
         is_able = divides and cuts and is_fitting and "project.weight" not in self._weights
         return steps.most_tokens if is_able else 0
+
+    def __call__(self, batch: Packed) -> Any:
+        return self.few(batch) if batch.ids.shape[0] <= self.few_tokens else self.many(batch)
 
     def few(self, batch: Packed) -> Any:
         """The hidden states of few tokens: four kernels a layer, sums in fp32."""

@@ -21,19 +21,11 @@ def reference(x: Any, rows: Any | None, weight: Any, bias: Any, activation: str 
     return getattr(torch.nn.functional, activation)(y) if activation else y
 
 
-def dense(
-    x: Any,
-    rows: Any | None,
-    weight: Any,
-    bias: Any,
-    activation: str = "",
-    out: Any | None = None,
-) -> Any:
+def dense(x: Any, rows: Any | None, weight: Any, bias: Any, activation: str = "") -> Any:
     """In fp32 of the rows of x that `rows` names, or of all; a row behind the last is the last."""
     count = x.shape[0] if rows is None else rows.shape[0]
     columns, width = weight.shape
-    if out is None:
-        out = torch.empty((count, columns), dtype=torch.float32, device=x.device)
+    out = torch.empty((count, columns), dtype=torch.float32, device=x.device)
     _dense[(triton.cdiv(columns, 16), triton.cdiv(count, 16))](
         x,
         x if rows is None else rows,

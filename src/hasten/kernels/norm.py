@@ -27,14 +27,12 @@ def layer_norm(
     eps: float,
     bias: Any | None = None,
     residual: Any | None = None,
-    out: Any | None = None,
     *,
     is_dependent: bool = False,
 ) -> Any:
     """Of x + bias + residual: what a product leaves to be done rides along."""
     rows, width = x.shape
-    if out is None:
-        out = torch.empty((rows, width), dtype=scale.dtype, device=x.device)
+    out = torch.empty((rows, width), dtype=scale.dtype, device=x.device)
     block = triton.next_power_of_2(width)
     # A few rows a program: one alone is over before it is launched.
     per_program = max(1, 4096 // block)

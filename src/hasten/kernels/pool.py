@@ -26,11 +26,10 @@ def _pooled(tokens: Any, kind: str) -> Any:
     return tokens.sum(0) / (len(tokens) ** 0.5 if kind == SQRT else len(tokens))
 
 
-def pool(x: Any, starts: Any, kind: str, out: Any | None = None) -> Any:
+def pool(x: Any, starts: Any, kind: str) -> Any:
     """`starts` (sequences + 1): where each begins in x (tokens, width), and the end. In fp32."""
     width, count = x.shape[1], starts.shape[0] - 1
-    if out is None:
-        out = torch.empty((count, width), dtype=torch.float32, device=x.device)
+    out = torch.empty((count, width), dtype=torch.float32, device=x.device)
     columns = 128
     _pool[(count, triton.cdiv(width, columns))](x, starts, out, width, kind=kind, rows=32, columns=columns, num_warps=4)
     return out

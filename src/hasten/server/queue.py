@@ -11,14 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hasten.core.batching import TOKEN_BUDGET
+from hasten.core.batching import FREE_PADDING, MOST_PADDING, TOKEN_BUDGET
 from hasten.core.errors import HastenError
 from hasten.core.tensors import Batch, IntArray, Outputs
 
-# Padding that a batch may add for the sake of fewer batches: a share of its tokens, and a few in any case, since a
-# batch has a cost of its own.
-_MOST_PADDING = 0.05
-_FREE_PADDING = 12
 # A step of priority is worth so much earlier an arrival, and nobody gets further ahead than a minute: who is told to
 # wait is answered in the end, also where others keep coming that go first.
 _STEP_S = 1.0
@@ -176,7 +172,7 @@ class Queue:
             width, count = max(longest, length), len(chosen) + 1
             padding = width * count - tokens - length
             is_fitting = width * count <= limits.tokens_per_batch and count <= limits.rows_per_batch
-            if chosen and not (is_fitting and padding <= max(_FREE_PADDING, _MOST_PADDING * width * count)):
+            if chosen and not (is_fitting and padding <= max(FREE_PADDING, MOST_PADDING * width * count)):
                 # Nearer rows came first: on the other side there may be one that still fits, but none much better.
                 break
             chosen.append(row)

@@ -27,5 +27,5 @@ def write_repository(bundle: Bundle, target: Path, options: Options, *, force: b
         repository = write_models(bundle, staging.path, options)
         with translate_os_errors(f"writing {target}"):
             write_around(bundle.manifest.task, options, repository)
-        staging.commit()
+        staging.put_in_place()
     return replace(repository, directory=target)

@@ -35,7 +35,7 @@ _MASKED = "Paris is the {mask} of France."
 
 _DOCKERFILE = Template("""\
 # docker build --build-arg BASE=IMAGE .
-# where IMAGE is one of tritonserver with Python 3.11 or newer: NVIDIA's are from release 24.11 on.
+# where IMAGE is one of tritonserver with Python 3.11 or newer.
 ARG BASE
 FROM $${BASE}
 RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir $packages
@@ -125,7 +125,7 @@ and gives $outputs.$meaning
 BASE=IMAGE docker compose up --build
 ```
 
-IMAGE is one of tritonserver with Python 3.11 or newer (NVIDIA's are from release 24.11 on) and $backends.$least
+IMAGE is one of tritonserver with Python 3.11 or newer and $backends.$least
 
 A server that is there already: `python3 -m pip install $packages` for its Python, and `$command`.
 

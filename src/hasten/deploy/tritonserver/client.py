@@ -5,14 +5,14 @@ from __future__ import annotations
 import http.client
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from hasten.core.closing import Closing
 from hasten.core.errors import PlanError, StageError, UnavailableError
 from hasten.server.inference import Output, from_bytes
 
@@ -34,7 +34,7 @@ class _About(msgspec.Struct):
     version: str
 
 
-class Client:
+class Client(Closing):
     """One connection, kept."""
 
     def __init__(self, url: str) -> None:
@@ -49,14 +49,6 @@ class Client:
 
     def close(self) -> None:
         self._connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def version(self) -> str:
         about = self._json("GET", "/v2", kind=_About)

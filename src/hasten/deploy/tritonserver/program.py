@@ -22,10 +22,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from hasten.core.cache import cache_directory
+from hasten.core.closing import Closing
 from hasten.core.errors import PlanError, StageError, UnsupportedError, translate_os_errors
 
 _PACKAGES = (("--no-deps", "nvidia-pytriton==0.7.0"), ("numpy<2", "onnxruntime", "tokenizers", "msgspec"))
@@ -119,7 +118,7 @@ def _stub(root: Path) -> Path:
     return root / "python_backend_stubs" / _PYTHON / "triton_python_backend_stub"
 
 
-class TritonServer:
+class TritonServer(Closing):
     """A process of its own, ready when this is made; `place` is a folder for what it needs and writes."""
 
     def __init__(
@@ -168,7 +167,7 @@ class TritonServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(30)
@@ -178,14 +177,6 @@ class TritonServer:
         for left in Path("/dev/shm").glob(f"{self._region}*"):
             left.unlink(missing_ok=True)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
     def _wait(self, timeout_s: float) -> None:
         end = time.monotonic() + timeout_s
         try:
@@ -194,9 +185,9 @@ class TritonServer:
                     return
                 time.sleep(0.1)
         except BaseException:
-            self.stop()
+            self.close()
             raise
-        self.stop()
+        self.close()
         raise StageError(f"tritonserver does not start: {_told(self._log)}")
 
 
