@@ -18,6 +18,8 @@ from hasten.kernels.norm import layer_norm
 
 # Tokens a program of attention asks for; `attention.tiles` must be told the same.
 TILE = 64
+# Where only some tokens ask, each in a tile of its own: the fewest rows that tensor cores take.
+_ONE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +129,16 @@ class Encoder:
         scale, shift = weights[f"{norm}.scale"], weights[f"{norm}.shift"]
         return layer_norm(total, scale, shift, shape.eps, is_dependent=dependent)
 
-    def many(self, batch: Packed) -> Any:
-        """The hidden states of any number of tokens: the products by cuBLAS, and three kernels between them."""
+    def many(self, batch: Packed, rows: Any | None = None) -> Any:
+        """The hidden states of any number of tokens: the products by cuBLAS, and three kernels between them.
+
+        With `rows` those of the tokens it names alone, which spares most of the last layer.
+        """
         shape, weights = self.geometry, self._weights
         x = self._embed(batch, (weights["norm.scale"], weights["norm.shift"], shape.eps), None)
         if "project.weight" in weights:
             x = torch.addmm(weights["project.bias"], x, weights["project.weight"].T)
-        for place in range(shape.layers):
+        for place in range(shape.layers if rows is None else shape.layers - 1):
             layer = self._layer(place)
             qkv = torch.addmm(weights[f"{layer}.qkv.bias"], x, weights[f"{layer}.qkv.weight"].T)
             mixed = attention(qkv, batch.tiles, shape.heads, weights.get("distances"), rows=TILE)
@@ -141,7 +146,21 @@ class Encoder:
             inner = torch.mm(x, weights[f"{layer}.up.weight"].T)
             bias_gelu(inner, weights[f"{layer}.up.bias"], shape.activation)
             x = self._normed(torch.mm(inner, weights[f"{layer}.down.weight"].T), x, f"{layer}.down", f"{layer}.end")
-        return x
+        return x if rows is None else self._last(batch, x, rows)
+
+    def _last(self, batch: Packed, x: Any, rows: Any) -> Any:
+        """The last layer of these rows: they look at all tokens of their sequences, and nobody looks at the others."""
+        shape, weights, layer = self.geometry, self._weights, self._layer(self.geometry.layers - 1)
+        # A sequence that there is room for, and none in, begins behind the last token.
+        rows = rows.clamp(max=x.shape[0] - 1)
+        qkv = torch.addmm(weights[f"{layer}.qkv.bias"], x, weights[f"{layer}.qkv.weight"].T)
+        own = batch.sequence[rows]
+        asking = torch.stack([rows, batch.starts[own], batch.starts[own + 1]], dim=1)
+        mixed = attention(qkv, asking, shape.heads, weights.get("distances"), rows=_ONE)[rows]
+        x = self._normed(torch.mm(mixed, weights[f"{layer}.out.weight"].T), x[rows], f"{layer}.out", f"{layer}.middle")
+        inner = torch.mm(x, weights[f"{layer}.up.weight"].T)
+        bias_gelu(inner, weights[f"{layer}.up.bias"], shape.activation)
+        return self._normed(torch.mm(inner, weights[f"{layer}.down.weight"].T), x, f"{layer}.down", f"{layer}.end")
 
     def _embed(self, batch: Packed, norm: tuple[Any, Any, float] | None, out: Any | None) -> Any:
         words, places, kinds = (self._weights.get(name) for name in ("words", "places", "kinds"))
