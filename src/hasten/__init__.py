@@ -4,6 +4,8 @@
     embed = hasten.load(bundle.path)
     embed(["a text", "another"])
 
+    hasten.accelerate(model)  # a transformers model on a GPU, which stays one
+
 Names are imported when first used: `import hasten` loads no library.
 """
 
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING
 from hasten.core.version import __version__
 
 if TYPE_CHECKING:
+    from hasten.acceleration import accelerate, restore
     from hasten.api import build, load
     from hasten.bundle import Bundle
     from hasten.core.errors import (
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOMES = {
+    "accelerate": "hasten.acceleration",
+    "restore": "hasten.acceleration",
     "build": "hasten.api",
     "load": "hasten.api",
     "Bundle": "hasten.bundle",
@@ -63,8 +68,10 @@ __all__ = [
     "StageError",
     "UnsupportedError",
     "__version__",
+    "accelerate",
     "build",
     "load",
+    "restore",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,80 +10,47 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
+from encoders import DEVICE, FAMILIES, TOLERANCE, batch_of, model_of
 from hasten.backends import RunOptions, Source
 from hasten.backends.fused import BACKEND, FILE, FusedSession, read_about
 from hasten.backends.torch import ModuleSession
-from hasten.builder.head import Exportable, Pooled, PoolingHead
+from hasten.builder.head import AtMasks, Exportable, OneChoice, Pooled, PoolingHead
 from hasten.core.errors import UnsupportedError
 from hasten.core.hardware import Gpu, this_machine
-from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Signature, TensorSpec
+from hasten.core.tensors import BATCH, MASKS, SEQUENCE, Batch, DType, Signature, TensorSpec
 from hasten.core.variant import Precision, Variant
 from hasten.kernels.packing import Bucket, round_up
 from hasten.tasks import Pooling
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 128,
-    "max_position_embeddings": 150,
-}
-NARROW = SIZES | {"embedding_size": 32}
-DISTILLED = {"vocab_size": 50, "dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128}
-FAMILIES = {
-    "Bert": SIZES,
-    "Roberta": SIZES,
-    "XLMRoberta": SIZES,
-    "Camembert": SIZES,
-    "Electra": NARROW,
-    "DistilBert": DISTILLED,
-    "MPNet": SIZES,
-    "Albert": NARROW,
-}
 INPUTS = ("input_ids", "attention_mask")
 VARIANT = Variant("fused", Precision.FP16, "cuda")
-# fp16 on a GPU; through the interpreter in fp32, where only the order of additions differs.
-TOLERANCE = 1e-2 if DEVICE == "cuda" else 1e-5
 # The others differ from these in names.
 QUICK = ("Bert", "MPNet", "Albert")
+MASK_ID = 4
 
 
-def model_of(family: str, kind: str) -> Any:
-    config = getattr(transformers, f"{family}Config")(**FAMILIES[family], num_labels=2)
-    model = getattr(transformers, f"{family}{kind}")(config).eval()
-    for parameter in model.parameters():
-        # Large enough for every weight to matter.
-        mean, spread = (0.0, 0.2) if parameter.dim() > 1 else (0.3, 0.3)
-        torch.nn.init.normal_(parameter, mean, spread)
-        # As the backend will hold it, so that what differs is what it computes.
-        parameter.data = parameter.data.half().float()
-    return model
+def families(*quick: str) -> Any:
+    """All, those that are not quick with --slow."""
+    known = [family if family in quick else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+    return pytest.mark.parametrize("family", known)
 
 
-def signature_of(*outputs: str, per_token: bool = False) -> Signature:
-    shape = (BATCH, SEQUENCE) if per_token else (BATCH,)
+def signature_of(*outputs: str, per_token: bool = False, mask_id: int | None = None) -> Signature:
+    shape = (BATCH, SEQUENCE) if per_token else (BATCH,) if mask_id is None else (MASKS,)
     inputs = tuple(TensorSpec(name, DType.INT64, (BATCH, SEQUENCE)) for name in INPUTS)
     specs = tuple(TensorSpec(name, DType.FLOAT32, (*shape, *([2] if len(outputs) == 1 else []))) for name in outputs)
-    return Signature(inputs, specs, max_length=140)
+    return Signature(inputs, specs, max_length=140, mask_id=mask_id)
 
 
 def both(module: Any, signature: Signature, folder: Path) -> tuple[ModuleSession, FusedSession]:
     artifact = BACKEND.make(Source(signature, {}, module), VARIANT, folder)
     if DEVICE == "cuda":
         return ModuleSession(module, artifact, RunOptions(1)), BACKEND.open(artifact, RunOptions(1))
-    from safetensors.torch import load_file
-
     weights = {name: tensor.float() for name, tensor in load_file(folder / FILE).items()}
     ours = FusedSession(read_about(artifact), weights, artifact, device="cpu", is_dependent=False)
     return ModuleSession(module, artifact, RunOptions(1)), ours
-
-
-def batch_of(*lengths: int) -> Batch:
-    rows = np.random.default_rng(3)
-    return Batch.from_rows({"input_ids": [rows.integers(5, 50, length).tolist() for length in lengths]})
 
 
 def compare(theirs: Any, ours: Any, batch: Batch) -> None:
@@ -94,9 +62,7 @@ def compare(theirs: Any, ours: Any, batch: Batch) -> None:
         assert error <= TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "family", [family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
-)
+@families(*QUICK)
 def test_text_classification_of_every_family(family: str, tmp_path: Path) -> None:
     module = Exportable(model_of(family, "ForSequenceClassification"), INPUTS, ["logits"])
     theirs, ours = both(module, signature_of("logits"), tmp_path)
@@ -113,6 +79,99 @@ def test_scores_of_every_token(kind: str, outputs: list[str], tmp_path: Path) ->
     module = Exportable(model_of("Bert", kind), INPUTS, outputs)
     theirs, ours = both(module, signature_of(*outputs, per_token=True), tmp_path)
     compare(theirs, ours, batch_of(5, 17, 1))
+
+
+@families("MPNet")
+def test_choices_of_every_family(family: str, tmp_path: Path) -> None:
+    module = OneChoice(model_of(family, "ForMultipleChoice"), INPUTS, ["logits"])
+    compare(*both(module, signature_of("logits"), tmp_path), batch_of(7, 3))
+
+
+@families("Albert")
+def test_words_of_every_family(family: str, tmp_path: Path) -> None:
+    module = AtMasks(model_of(family, "ForMaskedLM"), INPUTS, ["logits"], MASK_ID)
+    theirs, ours = both(module, signature_of("logits", mask_id=MASK_ID), tmp_path)
+    # By the very vectors that words came in by.
+    assert "vocabulary" not in load_file(tmp_path / FILE)
+    batch = batch_of(5, 3, 1, masks=MASK_ID)
+    batch.values["input_ids"][:2] = MASK_ID
+    compare(theirs, ours, batch)
+
+
+def test_words_by_vectors_of_their_own(tmp_path: Path) -> None:
+    model = model_of("Bert", "ForMaskedLM")
+    model.cls.predictions.decoder.weight = torch.nn.Parameter(model.bert.embeddings.word_embeddings.weight.data.flip(0))
+    module = AtMasks(model, INPUTS, ["logits"], MASK_ID)
+    theirs, ours = both(module, signature_of("logits", mask_id=MASK_ID), tmp_path)
+    compare(theirs, ours, batch_of(5, masks=MASK_ID))
+    # None at all, as in the texts that a server is warmed up with.
+    assert ours.run(batch_of(3))["logits"].shape == (0, 50)
+
+
+def test_more_masks_than_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hasten.kernels import packing
+
+    module = AtMasks(model_of("Roberta", "ForMaskedLM"), INPUTS, ["logits"], MASK_ID)
+    theirs, ours = both(module, signature_of("logits", mask_id=MASK_ID), tmp_path)
+    monkeypatch.setattr(packing, "MOST_PICKED", 2)
+    compare(theirs, ours, batch_of(5, 1, 9, masks=MASK_ID))
+
+
+def test_states_of_every_token(tmp_path: Path) -> None:
+    module = Exportable(model_of("Roberta", "Model"), INPUTS, ["last_hidden_state"])
+    theirs, ours = both(module, signature_of("last_hidden_state", per_token=True), tmp_path)
+    batch = batch_of(5, 9)
+    # RoBERTa gives a padding token in a text no place.
+    batch.values["input_ids"][7] = 1
+    compare(theirs, ours, batch)
+
+
+def test_dense_layers_behind_the_pooling(tmp_path: Path) -> None:
+    activations = [torch.nn.Tanh(), torch.nn.Identity(), torch.nn.ReLU(), torch.nn.GELU(), torch.nn.Sigmoid()]
+    sizes = [64, 24, 17, 32, 8, 8]
+    layers = [
+        torch.nn.Sequential(torch.nn.Linear(before, after, bias=after != 17), activation)
+        for before, after, activation in zip(sizes, sizes[1:], activations, strict=False)
+    ]
+    module = Pooled(model_of("Bert", "Model"), INPUTS, ["embedding"], PoolingHead([Pooling.MEAN], layers, False))
+    compare(*both(module, signature_of("embedding"), tmp_path), batch_of(5, 1))
+    module.head.dense[0][1] = torch.nn.SiLU()
+    with pytest.raises(UnsupportedError, match="a dense layer that ends in SiLU"):
+        BACKEND.make(Source(signature_of("embedding"), {}, module), VARIANT, tmp_path)
+
+
+def pooled(family: str, kind: Pooling) -> Pooled:
+    return Pooled(model_of(family, "Model"), INPUTS, ["embedding"], PoolingHead([kind], [], normalize=False))
+
+
+@pytest.mark.parametrize(
+    ("make", "mask_id"),
+    [
+        (lambda: Exportable(model_of("MPNet", "ForSequenceClassification"), INPUTS, ["logits"]), None),
+        (lambda: AtMasks(model_of("Bert", "ForMaskedLM"), INPUTS, ["logits"], MASK_ID), MASK_ID),
+        (lambda: pooled("Bert", Pooling.CLS), None),
+        (lambda: pooled("Albert", Pooling.LAST_TOKEN), None),
+    ],
+    ids=["classes", "masks", "first", "last"],
+)
+def test_the_last_layer_is_computed_for_what_is_read(
+    make: Callable[[], Any], mask_id: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hasten.kernels.encoder import Encoder
+
+    module, states = make(), []
+    many = Encoder.many
+    monkeypatch.setattr(Encoder, "many", lambda *given: states.append(many(*given)) or states[-1])
+    monkeypatch.setattr(Encoder, "few_tokens", 0)
+    theirs, ours = both(module, signature_of(module.outputs[0], mask_id=mask_id), tmp_path)
+    # In a bucket with room for one more sequence and mask.
+    batch = batch_of(7, 3, 6, masks=mask_id)
+    compare(theirs, ours, batch)
+    assert len(states[-1]) == 4
+    ours.prunes = False
+    ours.replay.clear()
+    compare(theirs, ours, batch)
+    assert len(states[-1]) == 16
 
 
 @pytest.mark.parametrize("pooling", [[kind] for kind in Pooling] + [[Pooling.CLS, Pooling.MEAN]], ids=str)

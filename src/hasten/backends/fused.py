@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from hasten.backends import (
     MODEL,
@@ -23,13 +23,13 @@ from hasten.backends import (
     Source,
     probe_packages,
 )
-from hasten.core.errors import StageError, UnsupportedError
+from hasten.core.errors import StageError
 from hasten.core.hardware import Machine
-from hasten.core.tensors import Batch, IntArray, Layout, Outputs, SessionSpec, Signature, gather
+from hasten.core.tensors import MASKS, Batch, FloatArray, Layout, Outputs, SessionSpec, gather
 from hasten.core.variant import Precision, Support, Variant
 
 if TYPE_CHECKING:
-    from hasten.kernels.encoder import Geometry
+    from hasten.kernels.encoder import Geometry, Packed
     from hasten.kernels.packing import Bucket
 
 CUDA = "cuda"
@@ -38,7 +38,7 @@ _DTYPES = {Precision.FP16: "float16", Precision.BF16: "bfloat16"}
 # Tensor cores for bf16, and what the kernels are written for.
 _OLDEST = (8, 0)
 # Kernels that overlap.
-_HOPPER = (9, 0)
+HOPPER = (9, 0)
 # GELU by tanh, which cuBLAS computes with the product in front of it.
 _GELU = "gelu"
 _CLS, _LAST = "cls", "lasttoken"
@@ -88,14 +88,17 @@ class Fused:
         from safetensors.torch import save_file
 
         from hasten.kernels.activation import TANH
-        from hasten.kernels.weights import cast, read
+        from hasten.kernels.weights import cast, read, read_dense
 
         module: Any = source.module
         reading = cast(read(module.model), getattr(torch, _DTYPES[variant.precision]))
-        pooling, normalize = _pooling(module)
+        # Where token vectors are pooled, what stands behind them is not the model's but the pooling's.
+        pooled = getattr(module, "head", None)
+        pooling = tuple(str(kind.value) for kind in pooled.pooling) if pooled is not None else ()
+        steps, dense = read_dense(pooled.dense) if pooled is not None else (reading.head, {})
         geometry = replace(reading.geometry, activation=TANH) if _GELU in variant.ways else reading.geometry
-        about = About(geometry, reading.head, pooling, normalize)
-        save_file(reading.weights, directory / FILE)
+        about = About(geometry, steps, pooling, bool(pooled is not None and pooled.normalize))
+        save_file({**reading.weights, **dense}, directory / FILE)
         (directory / ABOUT).write_bytes(msgspec.json.encode(about))
         artifact = Artifact(variant, source.signature, directory, {MODEL: FILE})
         if torch.cuda.is_available():
@@ -118,17 +121,8 @@ class Fused:
             weights = load_file(artifact.path(), device=CUDA)
         except (OSError, RuntimeError) as error:
             raise StageError(f"{artifact.variant} cannot be loaded: {error}") from error
-        is_dependent = torch.cuda.get_device_capability() >= _HOPPER
+        is_dependent = torch.cuda.get_device_capability() >= HOPPER
         return FusedSession(about, weights, artifact, device=CUDA, is_dependent=is_dependent)
-
-
-def _pooling(module: Any) -> tuple[tuple[str, ...], bool]:
-    head = getattr(module, "head", None)
-    if head is None:
-        return (), False
-    if len(head.dense):
-        raise UnsupportedError("dense layers behind the pooling are not in the fused backend")
-    return tuple(str(kind.value) for kind in head.pooling), bool(head.normalize)
 
 
 def read_about(artifact: Artifact) -> About:
@@ -141,10 +135,20 @@ def read_about(artifact: Artifact) -> About:
 
 
 class FusedSession(OpenSession):
-    """One thread's. On the CPU, through Triton's interpreter, it is for tests."""
+    """One thread's. On the CPU, through Triton's interpreter, it is for tests.
+
+    `prunes`: the last layer is computed for the tokens alone whose states are read.
+    """
 
     def __init__(
-        self, about: About, weights: Mapping[str, Any], artifact: Artifact, *, device: str, is_dependent: bool
+        self,
+        about: About,
+        weights: Mapping[str, Any],
+        artifact: Artifact,
+        *,
+        device: str,
+        is_dependent: bool,
+        prunes: bool = True,
     ) -> None:
         import torch
 
@@ -153,7 +157,7 @@ class FusedSession(OpenSession):
         from hasten.kernels.replay import Replay
         from hasten.kernels.tuning import find
 
-        self._about, self._weights = about, weights
+        self._about, self._weights, self.prunes = about, weights, prunes
         self._products = Products(weights["words"].dtype) if device == CUDA else None
         self._encoder = Encoder(about.geometry, weights, is_dependent=is_dependent, products=self._products)
         if self._products is not None:
@@ -165,14 +169,18 @@ class FusedSession(OpenSession):
         names = {torch.float16: Precision.FP16, torch.bfloat16: Precision.BF16, torch.float32: Precision.FP32}
         precision = names[weights["words"].dtype].value
         self.spec = SessionSpec(artifact.signature, Layout.PACKED, artifact.variant.device, precision)
+        self._is_of_masks = MASKS in artifact.signature.outputs[0].shape
 
     def run(self, batch: Batch) -> Outputs:
-        from hasten.kernels.packing import MOST_TOKENS, parts
+        from hasten.kernels.packing import MOST_PICKED, MOST_TOKENS, parts
 
-        if batch.tokens <= MOST_TOKENS or len(batch) == 1:
+        signature = self.spec.signature
+        masks = signature.counts(signature.outputs[0], batch) if self._is_of_masks else None
+        is_few = batch.tokens <= MOST_TOKENS and (masks is None or int(masks.sum()) <= MOST_PICKED)
+        if is_few or len(batch) == 1:
             return self._run(batch)
-        rows = parts(batch.lengths)
-        return gather([(part, self._run(batch.take(part))) for part in rows], batch, self.spec.signature)
+        rows = parts(batch.lengths, masks)
+        return gather([(part, self._run(batch.take(part))) for part in rows], batch, signature)
 
     def tune(self, folder: Path | None = None) -> None:
         """For all sizes of batches; kept there, or in the cache."""
@@ -186,19 +194,48 @@ class FusedSession(OpenSession):
         self.replay.clear()
 
     def _run(self, batch: Batch) -> dict[str, Any]:
-        from hasten.kernels.packing import Bucket, pack
+        from hasten.kernels.packing import Bucket, pack, places_of
 
-        bucket = Bucket.of(batch.lengths)
-        results = self.replay(pack(batch, bucket, self._about.geometry.first_place), bucket)
-        return _named(results, batch, self.spec.signature)
+        signature = self.spec.signature
+        masks = np.flatnonzero(batch.values["input_ids"] == signature.mask_id) if self._is_of_masks else None
+        bucket = Bucket.of(batch.lengths, None if masks is None else len(masks))
+        packed = pack(batch, bucket, places_of(batch, self._about.geometry.first_place), masks)
+        # Without what the bucket had room for; where there are several outputs, each is a column.
+        found: FloatArray = self.replay(packed, bucket)[: int(signature.counts(signature.outputs[0], batch).sum())]
+        if len(signature.outputs) == 1:
+            return {signature.outputs[0].name: found.copy()}
+        return {spec.name: found[:, place].copy() for place, spec in enumerate(signature.outputs)}
 
     def _compute(self, whole: Any, bucket: Bucket) -> Any:
-        """From the packed batch to what the task reads: scores or vectors, of rows or of tokens."""
+        """From the packed batch to what the task reads: scores or vectors, of rows, of tokens or of masks."""
+        import torch
+
+        from hasten.kernels.layers import through
         from hasten.kernels.packing import unpack
 
         batch = unpack(whole, bucket)
-        hidden = self._encoder(batch)
-        return self._pooled(hidden, batch.starts) if self._about.pooling else self._scored(hidden, batch.starts)
+        rows = self._rows(whole, bucket, batch)
+        if rows is not None and self.prunes and bucket.tokens > self._encoder.few_tokens:
+            hidden, rows = self._encoder.many(batch, rows), None
+        else:
+            hidden = self._encoder(batch)
+            if rows is None and self._about.pooling:
+                hidden = self._pooled(hidden, batch.starts)
+        answers = through(hidden, rows, self._about.head, self._weights, self._about.geometry.eps).float()
+        return torch.nn.functional.normalize(answers, dim=-1) if self._about.normalize else answers
+
+    def _rows(self, whole: Any, bucket: Bucket, batch: Packed) -> Any | None:
+        """The tokens whose states are read; None where all are."""
+        from hasten.kernels.packing import picked_of
+
+        about = self._about
+        if self._is_of_masks:
+            return picked_of(whole, bucket)
+        if about.pooling == (_LAST,):
+            return (batch.starts[1:] - 1).clamp(min=0)
+        if self.spec.signature.outputs[0].is_per_token or about.pooling not in ((), (_CLS,)):
+            return None
+        return batch.starts[:-1]
 
     def _pooled(self, hidden: Any, starts: Any) -> Any:
         import torch
@@ -209,31 +246,7 @@ class FusedSession(OpenSession):
         rows = {_CLS: starts[:-1].clamp(max=hidden.shape[0] - 1), _LAST: (starts[1:] - 1).clamp(min=0)}
         kinds = self._about.pooling
         vectors = [hidden[rows[kind]].float() if kind in rows else pool(hidden, starts, kind) for kind in kinds]
-        joined = torch.cat(vectors, dim=1) if len(vectors) > 1 else vectors[0]
-        return torch.nn.functional.normalize(joined, dim=-1) if self._about.normalize else joined
-
-    def _scored(self, hidden: Any, starts: Any) -> Any:
-        from hasten.kernels.head import dense
-
-        x, rows = hidden, None if self.spec.signature.outputs[0].is_per_token else starts[:-1]
-        steps = [*self._about.head, ""]
-        for step, following in pairwise(steps):
-            weight = self._weights.get(f"head.{step}.weight")
-            if weight is not None:
-                # What follows a layer is its activation, or another layer, which names none.
-                activation = "" if f"head.{following}.weight" in self._weights else following
-                bias = self._weights[f"head.{step}.bias"]
-                x, rows = dense(x, rows, weight, bias, activation), None
-        return x
-
-
-def _named(results: IntArray, batch: Batch, signature: Signature) -> dict[str, Any]:
-    """Without what the bucket had room for; where there are several outputs, each is a column."""
-    count = batch.tokens if signature.outputs[0].is_per_token else len(batch)
-    found = results[:count]
-    if len(signature.outputs) == 1:
-        return {signature.outputs[0].name: found.copy()}
-    return {spec.name: found[:, place].copy() for place, spec in enumerate(signature.outputs)}
+        return torch.cat(vectors, dim=1) if len(vectors) > 1 else vectors[0]
 
 
 BACKEND = Fused()

@@ -19,6 +19,8 @@ from hasten.kernels.products import Product, Products
 
 # Tokens a program of attention asks for; `attention.tiles` must be told the same.
 TILE = 64
+# Where only some tokens ask, each in a tile of its own: the fewest rows that tensor cores take.
+_ONE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +157,11 @@ class Encoder:
         scale, shift = weights[f"{norm}.scale"], weights[f"{norm}.shift"]
         return layer_norm(total, scale, shift, shape.eps, is_dependent=dependent)
 
-    def many(self, batch: Packed) -> Any:
-        """The hidden states of any number of tokens: the products by cuBLAS, and our kernels between them."""
+    def many(self, batch: Packed, rows: Any | None = None) -> Any:
+        """The hidden states of any number of tokens: the products by cuBLAS, and our kernels between them.
+
+        With `rows` those of the tokens it names alone, which spares most of the last layer.
+        """
         shape, weights = self.geometry, self._weights
         x = self._embed(batch, (weights["norm.scale"], weights["norm.shift"], shape.eps), None)
         if "project.weight" in weights:
@@ -164,11 +169,22 @@ class Encoder:
         for place in range(shape.layers):
             layer = self._layer(place)
             qkv = self._product(x, f"{layer}.qkv", has_bias=True)
-            mixed = attention(qkv, batch.tiles, shape.heads, weights.get("distances"), rows=TILE)
+            if rows is None or place < shape.layers - 1:
+                mixed = attention(qkv, batch.tiles, shape.heads, weights.get("distances"), rows=TILE)
+            else:
+                # A sequence that there is room for, and none in, begins behind the last token.
+                rows = rows.clamp(max=x.shape[0] - 1)
+                mixed, x = self._mixed(qkv, batch, rows), x[rows]
             x = self._normed(self._product(mixed, f"{layer}.out"), x, f"{layer}.out", f"{layer}.middle")
             inner = self._expanded(x, f"{layer}.up")
             x = self._normed(self._product(inner, f"{layer}.down"), x, f"{layer}.down", f"{layer}.end")
         return x
+
+    def _mixed(self, qkv: Any, batch: Packed, rows: Any) -> Any:
+        """Attention of these rows: they look at all tokens of their sequences, and nobody looks at the others."""
+        own = batch.sequence[rows]
+        asking = torch.stack([rows, batch.starts[own], batch.starts[own + 1]], dim=1)
+        return attention(qkv, asking, self.geometry.heads, self._weights.get("distances"), rows=_ONE)[rows]
 
     def shapes(self, tokens: int) -> list[Product]:
         """The products of a layer, as `many` asks for them."""

@@ -14,26 +14,30 @@ from hasten.kernels.encoder import TILE, Packed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Tokens that run at once; more are run one part after the other.
+# Tokens that run at once, and of those the ones that are picked; more are run one part after the other.
 MOST_TOKENS = 16384
+MOST_PICKED = 256
 _SMALLEST = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Room for so many tokens, in so many sequences."""
+    """Room for so many tokens, in so many sequences, some of them picked: those whose answers alone are asked for."""
 
     tokens: int
     sequences: int
+    picked: int = 0
 
     @classmethod
-    def of(cls, lengths: Sequence[int] | IntArray) -> Bucket:
-        return cls(round_up(max(_SMALLEST, int(sum(lengths)))), 1 << (len(lengths) - 1).bit_length())
+    def of(cls, lengths: Sequence[int] | IntArray, picked: int | None = None) -> Bucket:
+        sequences = 1 << (len(lengths) - 1).bit_length()
+        room = 0 if picked is None else 1 << max(0, picked - 1).bit_length()
+        return cls(round_up(max(_SMALLEST, int(np.sum(lengths)))), sequences, room)
 
     @property
     def sizes(self) -> list[int]:
-        """Of the parts of the array: words, places, kinds and sequences of the tokens, starts, and tiles."""
-        return [self.tokens] * 4 + [self.sequences + 1, 3 * (self.tokens // TILE + self.sequences)]
+        """Of the parts of the array: words, places, kinds, sequences of the tokens; starts; tiles; picked tokens."""
+        return [self.tokens] * 4 + [self.sequences + 1, 3 * (self.tokens // TILE + self.sequences), self.picked]
 
 
 def round_up(tokens: int) -> int:
@@ -43,27 +47,40 @@ def round_up(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def parts(lengths: IntArray) -> list[IntArray]:
-    """Rows in their order, as many at a time as may run at once."""
+def parts(lengths: IntArray, picked: IntArray | None = None) -> list[IntArray]:
+    """Rows in their order, as many at a time as may run at once; `picked` counts each one's picked tokens."""
     found: list[list[int]] = [[]]
-    tokens = 0
-    for row, length in enumerate(lengths.tolist()):
-        if found[-1] and tokens + length > MOST_TOKENS:
+    tokens = chosen = 0
+    counts = [0] * len(lengths) if picked is None else picked.tolist()
+    for row, (length, count) in enumerate(zip(lengths.tolist(), counts, strict=True)):
+        if found[-1] and (tokens + length > MOST_TOKENS or chosen + count > MOST_PICKED):
             found.append([])
-            tokens = 0
+            tokens = chosen = 0
         found[-1].append(row)
         tokens += length
+        chosen += count
     return [np.array(rows) for rows in found]
 
 
-def pack(batch: Batch, bucket: Bucket, first_place: int) -> IntArray:
+def places_of(batch: Batch, first_place: int) -> IntArray:
+    """Of each token in its sequence. RoBERTa, which counts from behind its padding, gives a padding token none."""
+    tokens = batch.tokens
+    starts = np.repeat(np.cumsum(batch.lengths) - batch.lengths, batch.lengths)
+    is_padding = batch.values["input_ids"] == first_place - 1
+    if not is_padding.any():
+        return np.arange(tokens) - starts + first_place
+    counts = np.concatenate(([0], np.cumsum(~is_padding)))
+    return np.where(is_padding, 0, counts[1:] - counts[starts]) + first_place - 1
+
+
+def pack(batch: Batch, bucket: Bucket, places: IntArray, picked: IntArray | None = None) -> IntArray:
     """All that a batch is, in one array, so that one copy takes it to the device; `unpack` finds the parts."""
     lengths, tokens, room = batch.lengths, batch.tokens, bucket.tokens
     ends = np.cumsum(lengths)
     whole = np.zeros(sum(bucket.sizes), np.int32)
-    ids, places, kinds, sequence, starts, work = np.split(whole, np.cumsum(bucket.sizes)[:-1])
+    ids, where, kinds, sequence, starts, work, chosen = np.split(whole, np.cumsum(bucket.sizes)[:-1])
     ids[:tokens] = batch.values["input_ids"]
-    places[:tokens] = np.arange(tokens) - np.repeat(ends - lengths, lengths) + first_place
+    where[:tokens] = places
     if "token_type_ids" in batch.values:
         kinds[:tokens] = batch.values["token_type_ids"]
     sequence[:tokens] = np.repeat(np.arange(len(batch)), lengths)
@@ -72,9 +89,15 @@ def pack(batch: Batch, bucket: Bucket, first_place: int) -> IntArray:
     starts[len(batch) + 1 :] = tokens
     found = tiles(lengths, TILE)
     work[: found.size] = found.ravel()
+    if picked is not None:
+        chosen[: len(picked)] = picked
     return whole
 
 
 def unpack(whole: Any, bucket: Bucket) -> Packed:
-    ids, places, kinds, sequence, starts, work = whole.split(bucket.sizes)
+    ids, places, kinds, sequence, starts, work, _ = whole.split(bucket.sizes)
     return Packed(ids, places, kinds, sequence, starts, work.view(-1, 3))
+
+
+def picked_of(whole: Any, bucket: Bucket) -> Any:
+    return whole[-bucket.picked :]

@@ -55,12 +55,12 @@ class _Proposal(ctypes.Structure):
 class Products:
     """One thread's: it has a workspace."""
 
-    def __init__(self, dtype: Any) -> None:
+    def __init__(self, dtype: Any, device: Any = "cuda") -> None:
         self.dtype = dtype
         self._library = _load()
         self._handle = c_void_p()
         self._call("cublasLtCreate", byref(self._handle))
-        self._workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device="cuda")
+        self._workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
         self._chosen: dict[Product, bytes] = {}
         self._plans: dict[Product, _Plan] = {}
 

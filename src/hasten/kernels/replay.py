@@ -17,20 +17,34 @@ _MOST_GRAPHS = 256
 class Replay:
     """`compute` takes a bucket's array on the device to its results there. One thread's, on a stream of its own."""
 
-    def __init__(self, compute: Callable[[Any, Bucket], Any], device: str) -> None:
+    def __init__(self, compute: Callable[[Any, Bucket], Any], device: str, *, stays: bool = False) -> None:
+        """Results come to the host, or stay on the device where `stays`."""
         self._compute, self._device = compute, device
-        # What buckets share beside the stream, with the libraries' workspaces: their memory.
-        self.stream = torch.cuda.Stream() if device != "cpu" else None
+        # What buckets share beside the stream, with the libraries' workspaces: their memory, and where results go.
+        self.stream = torch.cuda.Stream(device) if device != "cpu" else None
         self._pool: Any = None
+        self._outbox = _Outbox({"device": device} if stays else {"pin_memory": True})
         # The one that was used last is last.
         self._graphs: dict[Bucket, _Graph] = {}
+        self._used_stream = self.stream
 
     def __call__(self, packed: IntArray, bucket: Bucket) -> Any:
         """The results on the host, until the next call; on the CPU, through Triton's interpreter, for tests."""
         if self.stream is None:
-            with torch.inference_mode():
-                return self._compute(torch.from_numpy(packed), bucket).numpy()
+            return self.on_device(packed, bucket).numpy()
         return self._graph(bucket)(packed)
+
+    def on_device(self, packed: IntArray, bucket: Bucket) -> Any:
+        """The results where they are, for what is queued next on the caller's stream, until the next call."""
+        if self.stream is None:
+            with torch.inference_mode():
+                return self._compute(torch.from_numpy(packed), bucket)
+        stream = torch.cuda.current_stream(self._device)
+        if stream != self._used_stream:
+            # All buckets share their memory, and another stream may be at work in it.
+            stream.wait_stream(self._used_stream)
+            self._used_stream = stream
+        return self._graph(bucket).queue(packed, stream)
 
     def clear(self) -> None:
         self._graphs.clear()
@@ -40,7 +54,7 @@ class Replay:
         """Those that were not used for long make room."""
         graph = self._graphs.pop(bucket, None)
         if graph is None:
-            graph = _Graph(self._compute, bucket, self.stream, self._pool)
+            graph = _Graph(self._compute, bucket, self.stream, self._pool, self._outbox)
             self._pool = graph.pool
         self._graphs[bucket] = graph
         if len(self._graphs) > _MOST_GRAPHS:
@@ -52,33 +66,59 @@ class Replay:
         return next(reversed(self._graphs.values()))
 
 
+class _Outbox:
+    """Where every bucket's results go, since only the last one's are read. It doubles; old graphs keep the old one."""
+
+    def __init__(self, where: dict[str, Any]) -> None:
+        self._where = where
+        self._bytes: Any = None
+
+    def like(self, result: Any) -> Any:
+        size = result.numel() * result.element_size()
+        if self._bytes is None or self._bytes.numel() < size:
+            self._bytes = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, **self._where)
+        return self._bytes[:size].view(result.dtype).view(result.shape)
+
+
 class _Graph:
     """One bucket: a place for the batch on both sides, what is computed from it, and a place for what comes back."""
 
-    def __init__(self, compute: Callable[[Any, Bucket], Any], bucket: Bucket, stream: Any, pool: Any) -> None:
+    def __init__(
+        self, compute: Callable[[Any, Bucket], Any], bucket: Bucket, stream: Any, pool: Any, outbox: _Outbox
+    ) -> None:
         here = torch.zeros(sum(bucket.sizes), dtype=torch.int32, pin_memory=True)
-        there = torch.zeros_like(here, device=stream.device)
         with torch.inference_mode(), torch.cuda.stream(stream):
+            there = torch.zeros_like(here, device=stream.device)
             # Kernels are compiled and libraries make their workspaces, which no graph may hold.
             for _ in range(2):
                 result = compute(there, bucket)
             stream.synchronize()
-            back = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+            back = outbox.like(result)
             self._graph = torch.cuda.CUDAGraph()
             # cuBLAS's workspace must be the graph's own: others may give back the one there is (torch.compile does).
             torch._C._cuda_clearCublasWorkspaces()
-            with torch.cuda.graph(self._graph, pool=pool, stream=stream):
+            # Other threads may go on meanwhile: what they do is not recorded.
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 there.copy_(here, non_blocking=True)
                 back.copy_(compute(there, bucket), non_blocking=True)
             torch._C._cuda_clearCublasWorkspaces()
         self.pool = self._graph.pool()
         self._stream, self._there = stream, there
-        self._here, self._back = here.numpy(), back.numpy()
+        self._here, self._back = here.numpy(), back
+        self._is_done = torch.cuda.Event()
 
     def __call__(self, packed: IntArray) -> Any:
         self._here[:] = packed
         self.replay()
         self._stream.synchronize()
+        return self._back.numpy()
+
+    def queue(self, packed: IntArray, stream: Any) -> Any:
+        """On the current stream, without waiting for anything but that the batch before it was taken."""
+        self._is_done.synchronize()
+        self._here[:] = packed
+        self._graph.replay()
+        self._is_done.record(stream)
         return self._back
 
     def replay(self) -> None:

@@ -23,7 +23,7 @@ from hasten.core.cache import cache_directory
 from hasten.core.errors import StageError
 from hasten.core.tensors import Batch
 from hasten.kernels.encoder import Encoder
-from hasten.kernels.packing import MOST_TOKENS, Bucket, pack, round_up, unpack
+from hasten.kernels.packing import MOST_TOKENS, Bucket, pack, places_of, round_up, unpack
 from hasten.kernels.products import Product, Products, library_version
 
 FILE = "tuning.json"
@@ -112,7 +112,8 @@ def _few_tokens(encoder: Encoder) -> int:
     for tokens in sizes(encoder.few_tokens):
         lone = Batch({"input_ids": np.zeros(tokens, np.int32)}, np.array([tokens], np.int32))
         bucket = Bucket.of(lone.lengths)
-        batch = unpack(torch.from_numpy(pack(lone, bucket, encoder.geometry.first_place)).cuda(), bucket)
+        packed = pack(lone, bucket, places_of(lone, encoder.geometry.first_place))
+        batch = unpack(torch.from_numpy(packed).cuda(), bucket)
         few, many = partial(encoder.few, batch), partial(encoder.many, batch)
         if seconds(few) > seconds(many):
             break

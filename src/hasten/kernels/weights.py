@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hasten.core.errors import UnsupportedError
 from hasten.kernels.activation import EXACT, TANH
 from hasten.kernels.encoder import Geometry
-
-# Of MPNet's bias: as far apart as tokens may be.
-_FARTHEST = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +24,35 @@ class Architecture:
     end: str = "output.LayerNorm"
     project: str = ""
     distances: str = ""
-    # What leads from the first token to the scores, names of layers and of activations, for text classification.
+    # Names of layers and of activations that lead from the first token to the scores of labels, or to a choice's; and
+    # from a mask to the scores of words.
     scores: tuple[str, ...] = ("classifier.dense", "tanh", "classifier.out_proj")
+    choice: tuple[str, ...] = ("{base}.pooler.dense", "tanh", "classifier")
+    words: tuple[str, ...] = ("lm_head.dense", "gelu", "lm_head.layer_norm", "lm_head.decoder")
     # RoBERTa and its kin count places from behind the padding token.
     counts_from_padding: bool = False
     names: Mapping[str, str] | None = None  # of the configuration's fields, where they are its own
 
 
-_BERT = Architecture(scores=("{base}.pooler.dense", "tanh", "classifier"))
+_BERT = Architecture(
+    scores=("{base}.pooler.dense", "tanh", "classifier"),
+    words=(
+        "cls.predictions.transform.dense", "{activation}", "cls.predictions.transform.LayerNorm",
+        "cls.predictions.decoder",
+    ),
+)  # fmt: skip
 _ROBERTA = Architecture(counts_from_padding=True)
 ARCHITECTURES = {
     "bert": _BERT,
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
     "camembert": _ROBERTA,
-    "electra": Architecture(project="embeddings_project", scores=("classifier.dense", "gelu", "classifier.out_proj")),
+    "electra": Architecture(
+        project="embeddings_project",
+        scores=("classifier.dense", "gelu", "classifier.out_proj"),
+        choice=("sequence_summary.summary", "gelu", "classifier"),
+        words=("generator_predictions.dense", "gelu", "generator_predictions.LayerNorm", "generator_lm_head"),
+    ),
     "distilbert": Architecture(
         layer="transformer.layer.{}",
         qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
@@ -51,6 +62,8 @@ ARCHITECTURES = {
         down="ffn.lin2",
         end="output_layer_norm",
         scores=("pre_classifier", "relu", "classifier"),
+        choice=("pre_classifier", "relu", "classifier"),
+        words=("vocab_transform", "{activation}", "vocab_layer_norm", "vocab_projector"),
         names={
             "hidden_size": "dim",
             "num_hidden_layers": "n_layers",
@@ -76,12 +89,16 @@ ARCHITECTURES = {
         end="full_layer_layer_norm",
         project="encoder.embedding_hidden_mapping_in",
         scores=("{base}.pooler", "tanh", "classifier"),
+        choice=("{base}.pooler", "tanh", "classifier"),
+        words=("predictions.dense", "{activation}", "predictions.LayerNorm", "predictions.decoder"),
     ),
 }
 _ACTIVATIONS = {"gelu": EXACT, "gelu_new": TANH, "gelu_pytorch_tanh": TANH, "gelu_fast": TANH}
-# What a model of a class does with every token, by how the class's name ends.
-_PER_TOKEN = {"ForTokenClassification": ("classifier",), "ForQuestionAnswering": ("qa_outputs",)}
-_PER_ROW = "ForSequenceClassification"
+# How the classes of models that we know end.
+_LABELS, _CHOICES, _MASKS = "ForSequenceClassification", "ForMultipleChoice", "ForMaskedLM"
+_TOKENS = {"ForTokenClassification": ("classifier",), "ForQuestionAnswering": ("qa_outputs",)}
+# PyTorch's names for what dense layers behind a pooling end in.
+_MODULES = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "Sigmoid": "sigmoid"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,22 +118,35 @@ def read(model: Any) -> Reading:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedError(f"'{config.model_type}' is no architecture of the fused backend", hint=f"known: {known}")
     base = getattr(model, model.base_model_prefix, model)
-    state = base.state_dict()
-    geometry = _geometry(config, family)
-    weights = _embeddings(state, family)
-    for place in range(1 if geometry.is_shared else geometry.layers):
-        weights |= _layer(state, family, place)
-    if family.distances:
-        weights["distances"] = _distances(state[f"{family.distances}.weight"])
-    head = _head(type(model).__name__, family, model.base_model_prefix) if base is not model else ()
-    whole = model.state_dict()
-    for name in head:
-        if f"{name}.weight" in whole:
-            weights |= {f"head.{name}.{part}": whole[f"{name}.{part}"] for part in ("weight", "bias")}
+    geometry = _geometry(config, family, base)
+    head = _head(model, family, geometry) if base is not model else ()
+    try:
+        weights = _encoder(base.state_dict(), family, geometry) | _behind(model, head)
+    except KeyError as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no {error.args[0]!r}, which the fused backend reads",
+            hint="an adapter must be merged into its model first",
+        ) from error
+    if not all(tensor.is_floating_point() for tensor in weights.values()):
+        raise UnsupportedError("the fused backend is made from floating-point weights, and these are quantized")
     return Reading(geometry, {name: tensor.contiguous() for name, tensor in weights.items()}, head)
 
 
-def _geometry(config: Any, family: Architecture) -> Geometry:
+def read_dense(layers: Iterable[Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The steps and weights of dense layers behind a pooling, each a product and its activation."""
+    steps: list[str] = []
+    weights: dict[str, Any] = {}
+    for place, (linear, activation) in enumerate(layers):
+        kind = type(activation).__name__
+        if kind not in _MODULES or getattr(activation, "approximate", "none") != "none":
+            raise UnsupportedError(f"a dense layer that ends in {activation} is not in the fused backend")
+        steps += [f"dense.{place}", _MODULES[kind]]
+        weights[f"head.dense.{place}.weight"] = linear.weight.detach()
+        weights[f"head.dense.{place}.bias"] = _bias(linear.weight.detach(), linear.bias)
+    return tuple(steps), weights
+
+
+def _geometry(config: Any, family: Architecture, base: Any) -> Geometry:
     own = family.names or {}
 
     def of(name: str) -> Any:
@@ -128,6 +158,8 @@ def _geometry(config: Any, family: Architecture) -> Geometry:
     kind = getattr(config, "position_embedding_type", "absolute")
     if kind not in (None, "absolute"):
         raise UnsupportedError(f"position embeddings of the kind '{kind}' are not in the fused backend")
+    if getattr(config, "is_decoder", False):
+        raise UnsupportedError("tokens that see only those before them are not in the fused backend")
     if getattr(config, "num_hidden_groups", 1) != 1 or getattr(config, "inner_group_num", 1) != 1:
         raise UnsupportedError("groups of different layers are not in the fused backend")
     return Geometry(
@@ -137,9 +169,18 @@ def _geometry(config: Any, family: Architecture) -> Geometry:
         inner=of("intermediate_size"),
         eps=float(getattr(config, "layer_norm_eps", 1e-12)),
         activation=_ACTIVATIONS[activation],
-        first_place=config.pad_token_id + 1 if family.counts_from_padding else 0,
+        first_place=base.embeddings.padding_idx + 1 if family.counts_from_padding else 0,
         is_shared="{}" not in family.layer,
     )
+
+
+def _encoder(state: Mapping[str, Any], family: Architecture, geometry: Geometry) -> dict[str, Any]:
+    weights = _embeddings(state, family)
+    for place in range(1 if geometry.is_shared else geometry.layers):
+        weights |= _layer(state, family, place)
+    if family.distances:
+        weights["distances"] = _distances(state[f"{family.distances}.weight"], len(weights["places"]))
+    return weights
 
 
 def _embeddings(state: Mapping[str, Any], family: Architecture) -> dict[str, Any]:
@@ -172,12 +213,12 @@ def _layer(state: Mapping[str, Any], family: Architecture, place: int) -> dict[s
     return found
 
 
-def _distances(table: Any) -> Any:
+def _distances(table: Any, farthest: int) -> Any:
     """MPNet's buckets (buckets, heads) spread out: (heads, distances), none in the middle."""
     import torch
 
     buckets = table.shape[0] // 2
-    apart = -torch.arange(-_FARTHEST, _FARTHEST + 1)
+    apart = -torch.arange(-farthest, farthest + 1, device=table.device)
     side = (apart < 0).long() * buckets
     near = apart.abs()
     exact = buckets // 2
@@ -186,13 +227,36 @@ def _distances(table: Any) -> Any:
     return table[side + place].T
 
 
-def _head(kind: str, family: Architecture, base: str) -> tuple[str, ...]:
-    for ending, steps in _PER_TOKEN.items():
-        if kind.endswith(ending):
-            return steps
-    if kind.endswith(_PER_ROW):
-        return tuple(step.format(base=base) for step in family.scores)
-    raise UnsupportedError(f"the head of {kind} is not in the fused backend")
+def _head(model: Any, family: Architecture, geometry: Geometry) -> tuple[str, ...]:
+    kind, config = type(model).__name__, model.config
+    known = {_LABELS: family.scores, _CHOICES: family.choice, _MASKS: family.words, **_TOKENS}
+    found = next((steps for ending, steps in known.items() if kind.endswith(ending)), None)
+    if found is None:
+        raise UnsupportedError(f"the head of {kind} is not in the fused backend", hint=f"known: {', '.join(known)}")
+    if found[0].startswith("sequence_summary"):
+        asked = (config.summary_type, config.summary_use_proj, config.summary_activation)
+        if asked != ("first", True, "gelu"):
+            raise UnsupportedError(f"a summary by {asked} is not in the fused backend")
+    return tuple(step.format(base=model.base_model_prefix, activation=geometry.activation) for step in found)
+
+
+def _behind(model: Any, head: Sequence[str]) -> dict[str, Any]:
+    """The weights of its steps; of the way back to words none, if it goes by the very ones that words came in by."""
+    state, weights = model.state_dict(), {}
+    for name in head:
+        if f"{name}.weight" in state:
+            weight = state[f"{name}.weight"]
+            weights[f"head.{name}.weight"] = weight
+            weights[f"head.{name}.bias"] = _bias(weight, state.get(f"{name}.bias"))
+    if type(model).__name__.endswith(_MASKS):
+        vocabulary = weights.pop(f"head.{head[-1]}.weight")
+        if vocabulary.data_ptr() != model.get_input_embeddings().weight.data_ptr():
+            weights["vocabulary"] = vocabulary
+    return weights
+
+
+def _bias(weight: Any, bias: Any | None) -> Any:
+    return weight.new_zeros(weight.shape[0]) if bias is None else bias.detach()
 
 
 def cast(reading: Reading, dtype: Any) -> Reading:
