@@ -92,6 +92,7 @@ class FusedForward:
 
         from hasten.kernels.encoder import Encoder
         from hasten.kernels.packing import unpack
+        from hasten.kernels.products import Products
         from hasten.kernels.replay import Replay
         from hasten.kernels.weights import cast, read
 
@@ -105,7 +106,8 @@ class FusedForward:
         self._device = self._weights["words"].device
         is_gpu = self._device.type == CUDA
         is_dependent = is_gpu and torch.cuda.get_device_capability(self._device) >= HOPPER
-        encoder = Encoder(self._geometry, self._weights, is_dependent=is_dependent)
+        products = Products(dtype, self._device) if is_gpu else None
+        encoder = Encoder(self._geometry, self._weights, is_dependent=is_dependent, products=products)
         self._replay = Replay(lambda whole, bucket: encoder(unpack(whole, bucket)), str(self._device), stays=True)
         # Graphs share their memory: one call at a time.
         self._turn = threading.Lock()

@@ -226,6 +226,7 @@ def test_it_says_which_gpu_it_needs() -> None:
     old = replace(machine, gpus=(Gpu("Tesla T4", 2**34, "7.5", "580"),))
     assert BACKEND.probe(old).reason == "it needs compute capability 8.0, and Tesla T4 has 7.5"
     new = replace(machine, gpus=(Gpu("NVIDIA H200", 2**37, "9.0", "580"),))
-    assert BACKEND.variants(new) == [VARIANT]
+    assert [variant.name for variant in BACKEND.variants(new)] == ["fused-fp16@cuda", "fused-fp16+gelu@cuda"]
+    assert "'gelu' alone" in BACKEND.probe(new, Variant("fused", Precision.FP16, "cuda", ("smooth",))).reason
     assert "not on 'cpu'" in BACKEND.probe(new, Variant("fused", Precision.FP16)).reason
     assert "fp32" in BACKEND.probe(new, Variant("fused", Precision.FP32, "cuda")).reason

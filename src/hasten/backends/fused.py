@@ -7,7 +7,7 @@ a bucket that was seen before is one launch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from hasten.backends import (
     Dialect,
     OpenSession,
     RunOptions,
-    Session,
     Source,
     probe_packages,
 )
@@ -40,6 +39,8 @@ _DTYPES = {Precision.FP16: "float16", Precision.BF16: "bfloat16"}
 _OLDEST = (8, 0)
 # Kernels that overlap.
 HOPPER = (9, 0)
+# GELU by tanh, which cuBLAS computes with the product in front of it.
+_GELU = "gelu"
 _CLS, _LAST = "cls", "lasttoken"
 
 
@@ -74,16 +75,19 @@ class Fused:
             return Support.no(f"it runs on '{CUDA}', not on '{variant.device}'")
         if variant.precision not in _DTYPES:
             return Support.no(f"it does not compute in {variant.precision}")
+        if set(variant.ways) - {_GELU}:
+            return Support.no(f"of the ways that variants are made in it knows '{_GELU}' alone")
         return support
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
-        half = Variant(self.name, Precision.FP16, CUDA)
-        return [half] if self.probe(machine, half).ok else []
+        offered = [Variant(self.name, Precision.FP16, CUDA, ways) for ways in ((), (_GELU,))]
+        return [variant for variant in offered if self.probe(machine, variant).ok]
 
     def make(self, source: Source, variant: Variant, directory: Path) -> Artifact:
         import torch
         from safetensors.torch import save_file
 
+        from hasten.kernels.activation import TANH
         from hasten.kernels.weights import cast, read, read_dense
 
         module: Any = source.module
@@ -92,12 +96,23 @@ class Fused:
         pooled = getattr(module, "head", None)
         pooling = tuple(str(kind.value) for kind in pooled.pooling) if pooled is not None else ()
         steps, dense = read_dense(pooled.dense) if pooled is not None else (reading.head, {})
-        about = About(reading.geometry, steps, pooling, bool(pooled is not None and pooled.normalize))
+        geometry = replace(reading.geometry, activation=TANH) if _GELU in variant.ways else reading.geometry
+        about = About(geometry, steps, pooling, bool(pooled is not None and pooled.normalize))
         save_file({**reading.weights, **dense}, directory / FILE)
         (directory / ABOUT).write_bytes(msgspec.json.encode(about))
-        return Artifact(variant, source.signature, directory, {MODEL: FILE})
+        artifact = Artifact(variant, source.signature, directory, {MODEL: FILE})
+        if torch.cuda.is_available():
+            with self.open(artifact, RunOptions()) as session:
+                session.tune(directory)
+        return artifact
 
-    def open(self, artifact: Artifact, options: RunOptions) -> Session:
+    def tune(self, artifact: Artifact) -> None:
+        """Measure what its build has measured, on its own GPU and with its libraries, for those that are here."""
+        with self.open(artifact, RunOptions()) as session:
+            if not session.is_tuned:
+                session.tune()
+
+    def open(self, artifact: Artifact, options: RunOptions) -> FusedSession:
         import torch
         from safetensors.torch import load_file
 
@@ -138,10 +153,18 @@ class FusedSession(OpenSession):
         import torch
 
         from hasten.kernels.encoder import Encoder
+        from hasten.kernels.products import Products
         from hasten.kernels.replay import Replay
+        from hasten.kernels.tuning import find
 
         self._about, self._weights, self.prunes = about, weights, prunes
-        self._encoder = Encoder(about.geometry, weights, is_dependent=is_dependent)
+        self._products = Products(weights["words"].dtype) if device == CUDA else None
+        self._encoder = Encoder(about.geometry, weights, is_dependent=is_dependent, products=self._products)
+        if self._products is not None:
+            tuning = find(self._encoder, self._products, artifact.directory)
+            if tuning is not None:
+                tuning.apply(self._encoder, self._products)
+            self.is_tuned = tuning is not None
         self.replay = Replay(self._compute, device)
         names = {torch.float16: Precision.FP16, torch.bfloat16: Precision.BF16, torch.float32: Precision.FP32}
         precision = names[weights["words"].dtype].value
@@ -158,6 +181,14 @@ class FusedSession(OpenSession):
             return self._run(batch)
         rows = parts(batch.lengths, masks)
         return gather([(part, self._run(batch.take(part))) for part in rows], batch, signature)
+
+    def tune(self, folder: Path | None = None) -> None:
+        """For all sizes of batches; kept there, or in the cache."""
+        from hasten.kernels.tuning import FILE, cached, tune
+
+        assert self._products is not None
+        file = cached(self._encoder, self._products) if folder is None else folder / FILE
+        tune(self._encoder, self._products).write(file)
 
     def close(self) -> None:
         self.replay.clear()

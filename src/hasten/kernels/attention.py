@@ -95,39 +95,67 @@ def _attention(
     row = own + tl.arange(0, rows)
     channel = tl.arange(0, block)
     is_channel = channel < size
-    stride = 3 * width
     here = head * size + channel
     is_row = (row < end)[:, None] & is_channel[None, :]
-    q = tl.load(qkv + row[:, None] * stride + here[None, :], mask=is_row, other=0.0)
+    q = tl.load(qkv + row[:, None] * (3 * width) + here[None, :], mask=is_row, other=0.0)
     # In powers of two, which is what the hardware has an instruction for.
     factor = scale * 1.4426950408889634
     largest = tl.full((rows,), -float("inf"), tl.float32)
     total = tl.zeros((rows,), tl.float32)
     mixed = tl.zeros((rows, block), tl.float32)
-    for start in range(first, end, keys):
-        key = start + tl.arange(0, keys)
-        is_key = key < end
-        k = tl.load(
-            qkv + width + key[None, :] * stride + here[:, None], mask=is_key[None, :] & is_channel[:, None], other=0.0
-        )
-        scores = tl.dot(q, k) * factor
-        if has_bias:
-            apart = key[None, :] - row[:, None] + distances // 2
-            is_near = (apart >= 0) & (apart < distances)
-            scores += (
-                tl.load(bias + head * distances + apart, mask=is_near, other=0.0).to(tl.float32) * 1.4426950408889634
-            )
-        scores = tl.where(is_key[None, :], scores, -float("inf"))
-        new = tl.maximum(largest, tl.max(scores, 1))
-        weight = tl.math.exp2(scores - new[:, None])
-        shrink = tl.math.exp2(largest - new)
-        v = tl.load(
-            qkv + 2 * width + key[:, None] * stride + here[None, :],
-            mask=is_key[:, None] & is_channel[None, :],
-            other=0.0,
-        )
-        mixed = tl.dot(weight.to(v.dtype), v, mixed * shrink[:, None])
-        total = total * shrink + tl.sum(weight, 1)
-        largest = new
+    own_bias = bias + head * distances + distances // 2
+    # Whole blocks of keys need no masks; what is left of the sequence does.
+    whole = first + (end - first) // keys * keys
+    for start in range(first, whole, keys):
+        mixed, total, largest = _block(
+            q, qkv, own_bias, row, start, end, here, is_channel, width, distances, factor, mixed, total, largest,
+            has_bias=has_bias, is_masked=size != block, keys=keys,
+        )  # fmt: skip
+    if whole < end:
+        mixed, total, largest = _block(
+            q, qkv, own_bias, row, whole, end, here, is_channel, width, distances, factor, mixed, total, largest,
+            has_bias=has_bias, is_masked=True, keys=keys,
+        )  # fmt: skip
     at = out + row[:, None] * width + here[None, :]
     tl.store(at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def _block(
+    q,
+    qkv,
+    bias,
+    row,
+    start,
+    end,
+    here,
+    is_channel,
+    width,
+    distances,
+    factor,
+    mixed,
+    total,
+    largest,
+    has_bias: tl.constexpr,
+    is_masked: tl.constexpr,
+    keys: tl.constexpr,
+):
+    """What some keys add to what the rows have seen."""
+    key = start + tl.arange(0, keys)
+    is_key = key < end
+    k_at = qkv + width + key[None, :] * (3 * width) + here[:, None]
+    v_at = qkv + 2 * width + key[:, None] * (3 * width) + here[None, :]
+    k = tl.load(k_at, mask=is_key[None, :] & is_channel[:, None], other=0.0) if is_masked else tl.load(k_at)
+    scores = tl.dot(q, k)
+    if has_bias:
+        apart = key[None, :] - row[:, None]
+        is_near = (apart >= -(distances // 2)) & (apart < distances - distances // 2)
+        scores = scores * factor + tl.load(bias + apart, mask=is_near, other=0.0).to(tl.float32) * 1.4426950408889634
+        factor = 1.0
+    if is_masked:
+        scores = tl.where(is_key[None, :], scores, -float("inf"))
+    new = tl.maximum(largest, tl.max(scores, 1) * factor)
+    weight = tl.math.exp2(scores * factor - new[:, None])
+    shrink = tl.math.exp2(largest - new)
+    v = tl.load(v_at, mask=is_key[:, None] & is_channel[None, :], other=0.0) if is_masked else tl.load(v_at)
+    return tl.dot(weight.to(v.dtype), v, mixed * shrink[:, None]), total * shrink + tl.sum(weight, 1), new

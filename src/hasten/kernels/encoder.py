@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from hasten.kernels.activation import bias_gelu
+from hasten.kernels.activation import TANH, gelu_
 from hasten.kernels.attend import attend
 from hasten.kernels.attention import attention
 from hasten.kernels.contract import contract
 from hasten.kernels.embed import embed
 from hasten.kernels.expand import expand
 from hasten.kernels.norm import layer_norm
+from hasten.kernels.products import Product, Products
 
 # Tokens a program of attention asks for; `attention.tiles` must be told the same.
 TILE = 64
@@ -54,50 +55,75 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a kernel for few tokens is cut into programs, and the warps of each."""
+
+    rows: int
+    columns: int
+    warps: int
+    # Of a product whose depth is cut too.
+    depth: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class _Steps:
-    """How the four kernels for few tokens are cut, and up to how many they win: found by measuring on an H200."""
+    qkv: _Cut
+    attend: _Cut
+    up: _Cut
+    down: _Cut
 
-    most_tokens: int
-    qkv: tuple[int, int]
-    up: tuple[int, int]
-    attend: tuple[int, int]
-    down: tuple[int, int, int]
+    def fits(self, shape: Geometry) -> bool:
+        """Whether a model's sides can be cut so."""
+        size = shape.width // shape.heads
+        divides = 3 * shape.width % self.qkv.columns == shape.inner % self.up.columns == 0
+        cuts = shape.width % self.down.columns == shape.inner % self.down.depth == 0
+        return divides and cuts and size & (size - 1) == 0 and size >= 16 and shape.width <= 1024
 
 
-_NARROW = _Steps(128, qkv=(64, 8), up=(16, 4), attend=(64, 4), down=(32, 64, 4))
-_WIDE = _Steps(64, qkv=(64, 8), up=(64, 8), attend=(128, 4), down=(64, 512, 4))
+# By the most tokens they are for; found by measuring on an H200, narrow with MiniLM-L6 and wide with RoBERTa-base.
+_NARROW = {
+    16: _Steps(_Cut(16, 64, 8), _Cut(16, 64, 4), _Cut(16, 16, 4), _Cut(16, 32, 4, 64)),
+    32: _Steps(_Cut(16, 128, 4), _Cut(16, 128, 4), _Cut(16, 128, 8), _Cut(32, 32, 8, 128)),
+    64: _Steps(_Cut(16, 128, 8), _Cut(64, 64, 4), _Cut(16, 128, 8), _Cut(64, 64, 8, 128)),
+    128: _Steps(_Cut(16, 128, 4), _Cut(64, 64, 4), _Cut(16, 128, 8), _Cut(64, 128, 8, 256)),
+}
+_WIDE = {
+    16: _Steps(_Cut(16, 64, 8), _Cut(16, 128, 4), _Cut(16, 64, 4), _Cut(16, 64, 4, 256)),
+    32: _Steps(_Cut(16, 64, 8), _Cut(16, 128, 4), _Cut(16, 64, 4), _Cut(16, 32, 4, 512)),
+    64: _Steps(_Cut(32, 64, 8), _Cut(16, 256, 4), _Cut(32, 64, 8), _Cut(64, 64, 8, 512)),
+}
 
 
 class Encoder:
     """Its weights, on the device they compute on; `is_dependent` where kernels may overlap (Hopper and newer)."""
 
-    def __init__(self, geometry: Geometry, weights: Mapping[str, Any], *, is_dependent: bool = False) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        weights: Mapping[str, Any],
+        *,
+        is_dependent: bool = False,
+        products: Products | None = None,
+    ) -> None:
         self.geometry = geometry
         self._weights = weights
         self.is_dependent = is_dependent
-        self._steps = _NARROW if geometry.width < 512 else _WIDE
-
-    @property
-    def few_tokens(self) -> int:
-        """Up to how many the kernels for few take; none where its sides cannot be cut the way they want them."""
-        shape, steps = self.geometry, self._steps
-        size = shape.width // shape.heads
-        divides = 3 * shape.width % steps.qkv[0] == shape.inner % 64 == 0
-        cuts = shape.width % steps.down[0] == shape.inner % steps.down[1] == 0
-        is_fitting = size & (size - 1) == 0 and size >= 16 and shape.width <= 1024
-        is_able = divides and cuts and is_fitting and "project.weight" not in self._weights
-        return steps.most_tokens if is_able else 0
+        self.products = products
+        table = _NARROW if geometry.width < 512 else _WIDE
+        is_able = "project.weight" not in weights
+        self._steps = {most: steps for most, steps in table.items() if is_able and steps.fits(geometry)}
+        # Up to how many tokens the kernels for few win.
+        self.few_tokens = max(self._steps, default=0)
 
     def __call__(self, batch: Packed) -> Any:
         return self.few(batch) if batch.ids.shape[0] <= self.few_tokens else self.many(batch)
 
     def few(self, batch: Packed) -> Any:
         """The hidden states of few tokens: four kernels a layer, sums in fp32."""
-        shape, steps, weights, dependent = self.geometry, self._steps, self._weights, self.is_dependent
+        shape, weights, dependent = self.geometry, self._weights, self.is_dependent
         tokens, device, dtype = batch.ids.shape[0], batch.ids.device, weights["words"].dtype
-        rows = 16 if tokens <= 16 else 32
-        # With several programs on the same columns, wide ones read the weights less often.
-        up = steps.up if tokens <= 16 else (64, 8)
+        steps = next(steps for most, steps in self._steps.items() if tokens <= most)
+        qkv_cut, attend_cut, up_cut, down_cut = steps.qkv, steps.attend, steps.up, steps.down
         qkv = torch.empty((tokens, 3 * shape.width), dtype=dtype, device=device)
         inner = torch.empty((tokens, shape.inner), dtype=dtype, device=device)
         between = torch.empty((tokens, shape.width), dtype=torch.float32, device=device)
@@ -110,27 +136,29 @@ class Encoder:
             expand(
                 total, scale, shift, shape.eps, weights[f"{layer}.qkv.weight"], weights[f"{layer}.qkv.bias"],
                 weights[f"{layer}.out.bias"], qkv, between,
-                rows=rows, columns=steps.qkv[0], warps=steps.qkv[1], is_dependent=dependent,
+                rows=qkv_cut.rows, columns=qkv_cut.columns, warps=qkv_cut.warps, is_dependent=dependent,
             )  # fmt: skip
             attend(
                 qkv, batch.sequence, weights[f"{layer}.out.weight"], between, shape.heads, weights.get("distances"),
-                rows=rows, columns=steps.attend[0], warps=steps.attend[1], is_dependent=dependent,
+                rows=attend_cut.rows, columns=attend_cut.columns, warps=attend_cut.warps, is_dependent=dependent,
             )  # fmt: skip
             expand(
                 between, weights[f"{layer}.middle.scale"], weights[f"{layer}.middle.shift"], shape.eps,
                 weights[f"{layer}.up.weight"], weights[f"{layer}.up.bias"], weights[f"{layer}.down.bias"], inner, total,
-                shape.activation, rows=rows, columns=up[0], warps=up[1], is_dependent=dependent,
+                shape.activation,
+                rows=up_cut.rows, columns=up_cut.columns, warps=up_cut.warps, is_dependent=dependent,
             )  # fmt: skip
             contract(
                 inner, weights[f"{layer}.down.weight"], total,
-                rows=rows, columns=steps.down[0], depth=steps.down[1], warps=steps.down[2], is_dependent=dependent,
+                rows=down_cut.rows, columns=down_cut.columns, depth=down_cut.depth, warps=down_cut.warps,
+                is_dependent=dependent,
             )  # fmt: skip
             norm = f"{layer}.end"
         scale, shift = weights[f"{norm}.scale"], weights[f"{norm}.shift"]
         return layer_norm(total, scale, shift, shape.eps, is_dependent=dependent)
 
     def many(self, batch: Packed, rows: Any | None = None) -> Any:
-        """The hidden states of any number of tokens: the products by cuBLAS, and three kernels between them.
+        """The hidden states of any number of tokens: the products by cuBLAS, and our kernels between them.
 
         With `rows` those of the tokens it names alone, which spares most of the last layer.
         """
@@ -138,29 +166,47 @@ class Encoder:
         x = self._embed(batch, (weights["norm.scale"], weights["norm.shift"], shape.eps), None)
         if "project.weight" in weights:
             x = torch.addmm(weights["project.bias"], x, weights["project.weight"].T)
-        for place in range(shape.layers if rows is None else shape.layers - 1):
+        for place in range(shape.layers):
             layer = self._layer(place)
-            qkv = torch.addmm(weights[f"{layer}.qkv.bias"], x, weights[f"{layer}.qkv.weight"].T)
-            mixed = attention(qkv, batch.tiles, shape.heads, weights.get("distances"), rows=TILE)
-            x = self._normed(torch.mm(mixed, weights[f"{layer}.out.weight"].T), x, f"{layer}.out", f"{layer}.middle")
-            inner = torch.mm(x, weights[f"{layer}.up.weight"].T)
-            bias_gelu(inner, weights[f"{layer}.up.bias"], shape.activation)
-            x = self._normed(torch.mm(inner, weights[f"{layer}.down.weight"].T), x, f"{layer}.down", f"{layer}.end")
-        return x if rows is None else self._last(batch, x, rows)
+            qkv = self._product(x, f"{layer}.qkv", has_bias=True)
+            if rows is None or place < shape.layers - 1:
+                mixed = attention(qkv, batch.tiles, shape.heads, weights.get("distances"), rows=TILE)
+            else:
+                # A sequence that there is room for, and none in, begins behind the last token.
+                rows = rows.clamp(max=x.shape[0] - 1)
+                mixed, x = self._mixed(qkv, batch, rows), x[rows]
+            x = self._normed(self._product(mixed, f"{layer}.out"), x, f"{layer}.out", f"{layer}.middle")
+            inner = self._expanded(x, f"{layer}.up")
+            x = self._normed(self._product(inner, f"{layer}.down"), x, f"{layer}.down", f"{layer}.end")
+        return x
 
-    def _last(self, batch: Packed, x: Any, rows: Any) -> Any:
-        """The last layer of these rows: they look at all tokens of their sequences, and nobody looks at the others."""
-        shape, weights, layer = self.geometry, self._weights, self._layer(self.geometry.layers - 1)
-        # A sequence that there is room for, and none in, begins behind the last token.
-        rows = rows.clamp(max=x.shape[0] - 1)
-        qkv = torch.addmm(weights[f"{layer}.qkv.bias"], x, weights[f"{layer}.qkv.weight"].T)
+    def _mixed(self, qkv: Any, batch: Packed, rows: Any) -> Any:
+        """Attention of these rows: they look at all tokens of their sequences, and nobody looks at the others."""
         own = batch.sequence[rows]
         asking = torch.stack([rows, batch.starts[own], batch.starts[own + 1]], dim=1)
-        mixed = attention(qkv, asking, shape.heads, weights.get("distances"), rows=_ONE)[rows]
-        x = self._normed(torch.mm(mixed, weights[f"{layer}.out.weight"].T), x[rows], f"{layer}.out", f"{layer}.middle")
-        inner = torch.mm(x, weights[f"{layer}.up.weight"].T)
-        bias_gelu(inner, weights[f"{layer}.up.bias"], shape.activation)
-        return self._normed(torch.mm(inner, weights[f"{layer}.down.weight"].T), x, f"{layer}.down", f"{layer}.end")
+        return attention(qkv, asking, self.geometry.heads, self._weights.get("distances"), rows=_ONE)[rows]
+
+    def shapes(self, tokens: int) -> list[Product]:
+        """The products of a layer, as `many` asks for them."""
+        width, inner, is_tanh = self.geometry.width, self.geometry.inner, self.geometry.activation == TANH
+        return [
+            Product(tokens, 3 * width, width, has_bias=True),
+            Product(tokens, width, width),
+            Product(tokens, inner, width, has_bias=True, has_gelu=is_tanh),
+            Product(tokens, width, inner),
+        ]
+
+    def _product(self, x: Any, name: str, *, has_bias: bool = False, has_gelu: bool = False) -> Any:
+        weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"] if has_bias else None
+        if self.products is not None:
+            return self.products(x, weight, bias, has_gelu=has_gelu)
+        return torch.mm(x, weight.T) if bias is None else torch.addmm(bias, x, weight.T)
+
+    def _expanded(self, x: Any, name: str) -> Any:
+        """cuBLAS has GELU by tanh, and no other."""
+        if self.products is not None and self.geometry.activation == TANH:
+            return self._product(x, name, has_bias=True, has_gelu=True)
+        return gelu_(self._product(x, name, has_bias=True), self.geometry.activation)
 
     def _embed(self, batch: Packed, norm: tuple[Any, Any, float] | None, out: Any | None) -> Any:
         words, places, kinds = (self._weights.get(name) for name in ("words", "places", "kinds"))

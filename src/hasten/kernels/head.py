@@ -10,7 +10,8 @@ import triton.language as tl
 
 from hasten.kernels.activation import gelu
 
-_DEPTH = 128
+# Columns and rows of a program, which holds its weights while it goes through its rows.
+_COLUMNS, _ROWS = 16, 8
 
 
 def reference(x: Any, rows: Any | None, weight: Any, bias: Any, activation: str = "") -> Any:
@@ -26,7 +27,8 @@ def dense(x: Any, rows: Any | None, weight: Any, bias: Any, activation: str = ""
     count = x.shape[0] if rows is None else rows.shape[0]
     columns, width = weight.shape
     out = torch.empty((count, columns), dtype=torch.float32, device=x.device)
-    _dense[(triton.cdiv(columns, 16), triton.cdiv(count, 16))](
+    rows_at_once = min(_ROWS, triton.next_power_of_2(count))
+    _dense[(triton.cdiv(columns, _COLUMNS), triton.cdiv(count, rows_at_once))](
         x,
         x if rows is None else rows,
         weight,
@@ -35,10 +37,12 @@ def dense(x: Any, rows: Any | None, weight: Any, bias: Any, activation: str = ""
         count,
         columns,
         x.shape[0],
-        width=width,
+        width,
         has_rows=rows is not None,
         activation=activation,
-        depth=min(_DEPTH, triton.next_power_of_2(width)),
+        block=triton.next_power_of_2(width),
+        columns_at_once=_COLUMNS,
+        rows_at_once=rows_at_once,
         num_warps=4,
     )
     return out
@@ -54,32 +58,32 @@ def _dense(
     count,
     columns,
     tokens,
-    width: tl.constexpr,
+    width,
     has_rows: tl.constexpr,
     activation: tl.constexpr,
-    depth: tl.constexpr,
+    block: tl.constexpr,
+    columns_at_once: tl.constexpr,
+    rows_at_once: tl.constexpr,
 ):
-    column = tl.program_id(0) * 16 + tl.arange(0, 16)
-    row = tl.program_id(1) * 16 + tl.arange(0, 16)
-    is_column, is_row = column < columns, row < count
-    place = row
-    if has_rows:
-        place = tl.minimum(tl.load(rows + row, mask=is_row, other=0), tokens - 1)
-    total = tl.zeros((16, 16), tl.float32)
-    for start in range(0, width, depth):
-        k = start + tl.arange(0, depth)
-        is_k = k < width
-        values = tl.load(x + place[:, None] * width + k[None, :], mask=is_row[:, None] & is_k[None, :], other=0.0)
-        weights = tl.load(
-            weight + column[None, :] * width + k[:, None], mask=is_column[None, :] & is_k[:, None], other=0.0
-        )
-        # In full precision: this is little work, and it decides.
-        total = tl.dot(values.to(tl.float32), weights.to(tl.float32), total, input_precision="ieee")
-    total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    if activation == "tanh":
-        total = 2.0 * tl.sigmoid(2.0 * total) - 1.0
-    elif activation == "relu":
-        total = tl.maximum(total, 0.0)
-    elif activation == "gelu":
-        total = gelu(total, False)
-    tl.store(out + row[:, None] * columns + column[None, :], total, mask=is_row[:, None] & is_column[None, :])
+    """Without the tensor cores: there are few rows, and what they decide is worth full precision."""
+    column = tl.program_id(0) * columns_at_once + tl.arange(0, columns_at_once)
+    k = tl.arange(0, block)
+    is_column, is_k = column < columns, k < width
+    at = weight + column[:, None] * width + k[None, :]
+    weights = tl.load(at, mask=is_column[:, None] & is_k[None, :], other=0.0)
+    biases = tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
+    for step in tl.static_range(rows_at_once):
+        # Behind the last one, the last once more.
+        row = tl.minimum(tl.program_id(1) * rows_at_once + step, count - 1)
+        place = row
+        if has_rows:
+            place = tl.minimum(tl.load(rows + row), tokens - 1)
+        values = tl.load(x + place.to(tl.int64) * width + k, mask=is_k, other=0.0).to(tl.float32)
+        total = tl.sum(weights.to(tl.float32) * values[None, :], 1) + biases
+        if activation == "tanh":
+            total = 2.0 * tl.sigmoid(2.0 * total) - 1.0
+        elif activation == "relu":
+            total = tl.maximum(total, 0.0)
+        elif activation == "gelu":
+            total = gelu(total, False)
+        tl.store(out + row.to(tl.int64) * columns + column, total, mask=is_column)

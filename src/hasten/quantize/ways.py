@@ -28,6 +28,8 @@ class Way(StrEnum):
 _CALIBRATORS = {Way(calibrator.value): calibrator for calibrator in Calibrator}
 # Words that are about ONNX Runtime's graphs, or about its products in bytes.
 _NOT_FOR = {Method.NNCF: tuple(Way), Method.BLOCKS: (Way.ATTENTION,)}
+# Words that are no way to quantize where these backends hear them.
+_UNQUANTIZED = {"fused": (Way.GELU,)}
 _MAKERS = {Method.NNCF: "NNCF, which quantizes for OpenVINO,", Method.BLOCKS: "quantizing weights in blocks"}
 
 
@@ -44,10 +46,9 @@ def check_ways(variant: Variant) -> None:
     twice = next((word for word in words if words.count(word) > 1), None)
     if twice is not None:
         raise PlanError(f"'{variant}' says {twice} twice", hint="once is enough")
-    if variant.ways and not is_quantized(variant):
-        raise PlanError(
-            f"'{variant}': {variant.ways[0]} is a way to quantize, and {variant.precision} is not quantized"
-        )
+    foreign = [word for word in variant.ways if word not in _UNQUANTIZED.get(variant.backend, ())]
+    if foreign and not is_quantized(variant):
+        raise PlanError(f"'{variant}': {foreign[0]} is a way to quantize, and {variant.precision} is not quantized")
     if len([word for word in variant.ways if word in (*_CALIBRATORS, Way.BLOCKS)]) > 1:
         raise PlanError(
             f"'{variant}' names more than one method", hint="choose one of minmax, entropy, percentile, blocks"

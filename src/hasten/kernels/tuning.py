@@ -1,0 +1,128 @@
+"""What was found by measuring on one GPU: the algorithm of each product, and up to how many tokens few are few.
+
+A bundle brings what its build has found; on another GPU, or with other libraries, the cache may hold what was found
+there. Where neither does, the libraries' own choice is taken: nothing is measured when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import triton
+
+from hasten.core.cache import cache_directory
+from hasten.core.errors import StageError
+from hasten.core.tensors import Batch
+from hasten.kernels.encoder import Encoder
+from hasten.kernels.packing import MOST_TOKENS, Bucket, pack, places_of, round_up, unpack
+from hasten.kernels.products import Product, Products, library_version
+
+FILE = "tuning.json"
+_LAUNCHES, _REPLAYS = 8, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    found_on: str
+    few_tokens: int
+    # Algorithms as the library writes them, in hexadecimal digits.
+    products: tuple[tuple[Product, str], ...]
+
+    def apply(self, encoder: Encoder, products: Products) -> None:
+        encoder.few_tokens = min(encoder.few_tokens, self.few_tokens)
+        products.choose({product: bytes.fromhex(algorithm) for product, algorithm in self.products})
+
+    def write(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(msgspec.json.encode(self))
+
+
+def find(encoder: Encoder, products: Products, folder: Path) -> Tuning | None:
+    """What holds here, from beside the weights or from the cache."""
+    here = circumstances(products)
+    for file in (folder / FILE, cached(encoder, products)):
+        tuning = _read(file)
+        if tuning is not None and tuning.found_on == here:
+            return tuning
+    return None
+
+
+def circumstances(products: Products) -> str:
+    """What a finding holds for."""
+    libraries = f"cuBLASLt {library_version()}, PyTorch {torch.__version__}, Triton {triton.__version__}"
+    return f"{torch.cuda.get_device_name()}, {libraries}, {products.dtype}"
+
+
+def cached(encoder: Encoder, products: Products) -> Path:
+    about = f"{circumstances(products)} {asdict(encoder.geometry)}"
+    return cache_directory() / "fused" / f"{hashlib.sha256(about.encode()).hexdigest()[:16]}.json"
+
+
+def tune(encoder: Encoder, products: Products, most_tokens: int = MOST_TOKENS) -> Tuning:
+    """Some seconds of measuring."""
+    with torch.inference_mode():
+        shapes = [shape for tokens in sizes(most_tokens) for shape in encoder.shapes(tokens)]
+        found = tuple((shape, products.fastest(shape, seconds).hex()) for shape in shapes)
+        return Tuning(circumstances(products), _few_tokens(encoder), found)
+
+
+def sizes(most_tokens: int) -> list[int]:
+    """Of all buckets that hold up to so many tokens."""
+    return list(dict.fromkeys(map(round_up, range(16, most_tokens + 1))))
+
+
+def seconds(launch: Callable[[], Any]) -> float:
+    """Of the device, for one of several in a row; infinite for what cannot run."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.stream(stream):
+            launch()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(_LAUNCHES):
+                launch()
+    except StageError:
+        return float("inf")
+    return median(_timed(graph, stream))
+
+
+def _timed(graph: Any, stream: Any) -> Iterator[float]:
+    for _ in range(_REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        with torch.cuda.stream(stream):
+            graph.replay()
+        end.record(stream)
+        end.synchronize()
+        yield begin.elapsed_time(end) / 1e3 / _LAUNCHES
+
+
+def _few_tokens(encoder: Encoder) -> int:
+    """The largest size up to which, one after the other, the kernels for few tokens win."""
+    best = 0
+    for tokens in sizes(encoder.few_tokens):
+        lone = Batch({"input_ids": np.zeros(tokens, np.int32)}, np.array([tokens], np.int32))
+        bucket = Bucket.of(lone.lengths)
+        packed = pack(lone, bucket, places_of(lone, encoder.geometry.first_place))
+        batch = unpack(torch.from_numpy(packed).cuda(), bucket)
+        few, many = partial(encoder.few, batch), partial(encoder.many, batch)
+        if seconds(few) > seconds(many):
+            break
+        best = tokens
+    return best
+
+
+def _read(file: Path) -> Tuning | None:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Tuning)
+    except (OSError, msgspec.DecodeError):
+        return None
