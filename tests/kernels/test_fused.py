@@ -163,11 +163,10 @@ def test_the_last_layer_is_computed_for_what_is_read(
 ) -> None:
     states, many = [], Encoder.many
     monkeypatch.setattr(Encoder, "many", lambda *given: states.append(many(*given)) or states[-1])
-    monkeypatch.setattr(Encoder, "few_tokens", 0)
     module = make()
     theirs, ours = both(module, signature_of(module.outputs[0], mask_id=mask_id), tmp_path)
-    # In a bucket with room for one more sequence and mask.
-    batch = batch_of(7, 3, 6, masks=mask_id)
+    # More than the kernels for few tokens take, in a bucket with room for one more sequence and mask.
+    batch = batch_of(7, 3, 9, masks=mask_id)
     compare(theirs, ours, batch)
     assert len(states[-1]) == 4
 
@@ -175,11 +174,10 @@ def test_the_last_layer_is_computed_for_what_is_read(
 def test_the_last_layer_is_computed_for_all_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states, many = [], Encoder.many
     monkeypatch.setattr(Encoder, "many", lambda *given: states.append(many(*given)) or states[-1])
-    monkeypatch.setattr(Encoder, "few_tokens", 0)
     theirs, ours = both(pooled("Bert", Pooling.CLS), signature_of("embedding"), tmp_path)
     ours.prunes = False
-    compare(theirs, ours, batch_of(7, 3, 6))
-    assert len(states[-1]) == 16
+    compare(theirs, ours, batch_of(7, 3, 9))
+    assert len(states[-1]) == 32
 
 
 @pytest.mark.parametrize("pooling", [[kind] for kind in Pooling] + [[Pooling.CLS, Pooling.MEAN]], ids=str)
@@ -190,11 +188,10 @@ def test_embeddings_of_every_pooling(pooling: list[Pooling], tmp_path: Path) -> 
     compare(theirs, ours, batch_of(5, 17, 1))
 
 
-def test_a_row_is_answered_alike_in_any_company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # By the kernels for few tokens or by the others.
-    monkeypatch.setattr(Encoder, "few_tokens", 16)
+def test_a_row_is_answered_alike_in_any_company(tmp_path: Path) -> None:
     module = Exportable(model_of("Roberta", "ForSequenceClassification"), INPUTS, ["logits"])
     _, ours = both(module, signature_of("logits"), tmp_path)
+    # By the kernels for few tokens or by the others.
     batch = batch_of(3, 17, 1)
     together = ours.run(batch)["logits"]
     alone = np.concatenate([ours.run(batch.take(np.array([row])))["logits"] for row in range(len(batch))])
