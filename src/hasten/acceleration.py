@@ -161,6 +161,8 @@ class FusedForward:
             raise _NotFusedError("it is in training mode")
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             raise _NotFusedError("it is being compiled or exported")
+        if self._device.type == CUDA and torch.cuda.is_current_stream_capturing():
+            raise _NotFusedError("it is being recorded in a CUDA graph")
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._base.parameters()):
             raise _NotFusedError("gradients are on (torch.inference_mode() turns them off)")
         for name, value in given.items():
@@ -211,7 +213,8 @@ class FusedForward:
         if padding < 0:
             return np.nonzero(is_seen)[1]
         is_word = ids != padding
-        return (np.cumsum(is_word, axis=1) * is_word + padding)[is_seen]
+        counted: IntArray = np.cumsum(is_word, axis=1) * is_word + padding
+        return counted[is_seen]
 
     def _check_values(self, name: str, table: str, found: IntArray | None) -> None:
         """The kernels would read past the end of a table."""

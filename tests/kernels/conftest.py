@@ -24,3 +24,9 @@ def _arithmetic() -> Iterator[None]:
     torch.manual_seed(7)
     with np.errstate(over="ignore", invalid="ignore"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured for models of a size that nobody has."""
+    monkeypatch.setattr("hasten.backends.fused.FusedSession.tune", lambda *_: None)

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from encoders import DEVICE, FAMILIES, TOLERANCE, batch_of, model_of
+from encoders import DEVICE, FAMILIES, FEW_LAYERS, TOLERANCE, batch_of, model_of
 from hasten.backends import RunOptions, Source
 from hasten.backends.fused import BACKEND, FILE, FusedSession, read_about
 from hasten.backends.torch import ModuleSession
@@ -21,6 +21,7 @@ from hasten.core.errors import UnsupportedError
 from hasten.core.hardware import Gpu, this_machine
 from hasten.core.tensors import BATCH, MASKS, SEQUENCE, Batch, DType, Signature, TensorSpec
 from hasten.core.variant import Precision, Variant
+from hasten.kernels.encoder import Encoder
 from hasten.kernels.packing import Bucket, round_up
 from hasten.tasks import Pooling
 
@@ -83,13 +84,13 @@ def test_scores_of_every_token(kind: str, outputs: list[str], tmp_path: Path) ->
 
 @families("MPNet")
 def test_choices_of_every_family(family: str, tmp_path: Path) -> None:
-    module = OneChoice(model_of(family, "ForMultipleChoice"), INPUTS, ["logits"])
+    module = OneChoice(model_of(family, "ForMultipleChoice", layers=FEW_LAYERS), INPUTS, ["logits"])
     compare(*both(module, signature_of("logits"), tmp_path), batch_of(7, 3))
 
 
 @families("Albert")
 def test_words_of_every_family(family: str, tmp_path: Path) -> None:
-    module = AtMasks(model_of(family, "ForMaskedLM"), INPUTS, ["logits"], MASK_ID)
+    module = AtMasks(model_of(family, "ForMaskedLM", layers=FEW_LAYERS), INPUTS, ["logits"], MASK_ID)
     theirs, ours = both(module, signature_of("logits", mask_id=MASK_ID), tmp_path)
     # By the very vectors that words came in by.
     assert "vocabulary" not in load_file(tmp_path / FILE)
@@ -99,7 +100,7 @@ def test_words_of_every_family(family: str, tmp_path: Path) -> None:
 
 
 def test_words_by_vectors_of_their_own(tmp_path: Path) -> None:
-    model = model_of("Bert", "ForMaskedLM")
+    model = model_of("Bert", "ForMaskedLM", layers=FEW_LAYERS)
     model.cls.predictions.decoder.weight = torch.nn.Parameter(model.bert.embeddings.word_embeddings.weight.data.flip(0))
     module = AtMasks(model, INPUTS, ["logits"], MASK_ID)
     theirs, ours = both(module, signature_of("logits", mask_id=MASK_ID), tmp_path)
@@ -111,14 +112,14 @@ def test_words_by_vectors_of_their_own(tmp_path: Path) -> None:
 def test_more_masks_than_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hasten.kernels import packing
 
-    module = AtMasks(model_of("Roberta", "ForMaskedLM"), INPUTS, ["logits"], MASK_ID)
+    module = AtMasks(model_of("Roberta", "ForMaskedLM", layers=FEW_LAYERS), INPUTS, ["logits"], MASK_ID)
     theirs, ours = both(module, signature_of("logits", mask_id=MASK_ID), tmp_path)
     monkeypatch.setattr(packing, "MOST_PICKED", 2)
     compare(theirs, ours, batch_of(5, 1, 9, masks=MASK_ID))
 
 
 def test_states_of_every_token(tmp_path: Path) -> None:
-    module = Exportable(model_of("Roberta", "Model"), INPUTS, ["last_hidden_state"])
+    module = Exportable(model_of("Roberta", "Model", layers=FEW_LAYERS), INPUTS, ["last_hidden_state"])
     theirs, ours = both(module, signature_of("last_hidden_state", per_token=True), tmp_path)
     batch = batch_of(5, 9)
     # RoBERTa gives a padding token in a text no place.
@@ -133,7 +134,9 @@ def test_dense_layers_behind_the_pooling(tmp_path: Path) -> None:
         torch.nn.Sequential(torch.nn.Linear(before, after, bias=after != 17), activation)
         for before, after, activation in zip(sizes, sizes[1:], activations, strict=False)
     ]
-    module = Pooled(model_of("Bert", "Model"), INPUTS, ["embedding"], PoolingHead([Pooling.MEAN], layers, False))
+    module = Pooled(
+        model_of("Bert", "Model", layers=FEW_LAYERS), INPUTS, ["embedding"], PoolingHead([Pooling.MEAN], layers, False)
+    )
     compare(*both(module, signature_of("embedding"), tmp_path), batch_of(5, 1))
     module.head.dense[0][1] = torch.nn.SiLU()
     with pytest.raises(UnsupportedError, match="a dense layer that ends in SiLU"):
@@ -141,14 +144,15 @@ def test_dense_layers_behind_the_pooling(tmp_path: Path) -> None:
 
 
 def pooled(family: str, kind: Pooling) -> Pooled:
-    return Pooled(model_of(family, "Model"), INPUTS, ["embedding"], PoolingHead([kind], [], normalize=False))
+    head = PoolingHead([kind], [], normalize=False)
+    return Pooled(model_of(family, "Model", layers=FEW_LAYERS), INPUTS, ["embedding"], head)
 
 
 @pytest.mark.parametrize(
     ("make", "mask_id"),
     [
         (lambda: Exportable(model_of("MPNet", "ForSequenceClassification"), INPUTS, ["logits"]), None),
-        (lambda: AtMasks(model_of("Bert", "ForMaskedLM"), INPUTS, ["logits"], MASK_ID), MASK_ID),
+        (lambda: AtMasks(model_of("Bert", "ForMaskedLM", layers=FEW_LAYERS), INPUTS, ["logits"], MASK_ID), MASK_ID),
         (lambda: pooled("Bert", Pooling.CLS), None),
         (lambda: pooled("Albert", Pooling.LAST_TOKEN), None),
     ],
@@ -157,21 +161,23 @@ def pooled(family: str, kind: Pooling) -> Pooled:
 def test_the_last_layer_is_computed_for_what_is_read(
     make: Callable[[], Any], mask_id: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hasten.kernels.encoder import Encoder
-
-    module, states = make(), []
-    many = Encoder.many
+    states, many = [], Encoder.many
     monkeypatch.setattr(Encoder, "many", lambda *given: states.append(many(*given)) or states[-1])
-    monkeypatch.setattr(Encoder, "few_tokens", 0)
+    module = make()
     theirs, ours = both(module, signature_of(module.outputs[0], mask_id=mask_id), tmp_path)
-    # In a bucket with room for one more sequence and mask.
-    batch = batch_of(7, 3, 6, masks=mask_id)
+    # More than the kernels for few tokens take, in a bucket with room for one more sequence and mask.
+    batch = batch_of(7, 3, 9, masks=mask_id)
     compare(theirs, ours, batch)
     assert len(states[-1]) == 4
+
+
+def test_the_last_layer_is_computed_for_all_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states, many = [], Encoder.many
+    monkeypatch.setattr(Encoder, "many", lambda *given: states.append(many(*given)) or states[-1])
+    theirs, ours = both(pooled("Bert", Pooling.CLS), signature_of("embedding"), tmp_path)
     ours.prunes = False
-    ours.replay.clear()
-    compare(theirs, ours, batch)
-    assert len(states[-1]) == 16
+    compare(theirs, ours, batch_of(7, 3, 9))
+    assert len(states[-1]) == 32
 
 
 @pytest.mark.parametrize("pooling", [[kind] for kind in Pooling] + [[Pooling.CLS, Pooling.MEAN]], ids=str)
@@ -185,7 +191,8 @@ def test_embeddings_of_every_pooling(pooling: list[Pooling], tmp_path: Path) -> 
 def test_a_row_is_answered_alike_in_any_company(tmp_path: Path) -> None:
     module = Exportable(model_of("Roberta", "ForSequenceClassification"), INPUTS, ["logits"])
     _, ours = both(module, signature_of("logits"), tmp_path)
-    batch = batch_of(3, 129, 1)
+    # By the kernels for few tokens or by the others.
+    batch = batch_of(3, 17, 1)
     together = ours.run(batch)["logits"]
     alone = np.concatenate([ours.run(batch.take(np.array([row])))["logits"] for row in range(len(batch))])
     assert np.allclose(together, alone, rtol=TOLERANCE, atol=TOLERANCE * np.abs(together).max())

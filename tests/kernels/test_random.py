@@ -18,7 +18,7 @@ from hasten.core.variant import Precision, Variant
 
 INPUTS = ("input_ids", "attention_mask")
 # Of the rows of a batch and of the tokens of a row.
-MOST_ROWS, LONGEST = (16, 140) if DEVICE == "cuda" else (3, 70)
+MOST_ROWS, LONGEST = (16, 140) if DEVICE == "cuda" else (3, 20)
 
 
 def drawn(draw: np.random.Generator) -> Batch:
