@@ -38,8 +38,13 @@ REDUCED_ERROR = {
 }
 
 MARKS = {
-    # torch.compile takes a minute for the first batches, and imports a part of torch that warns about another.
-    "inductor": (pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"))
+    # torch.compile takes a minute for the first batches, imports a part of torch that warns about another, and advises
+    # less exact products.
+    "inductor": (
+        pytest.mark.slow,
+        pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+        pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+    )
 }
 
 

@@ -52,10 +52,10 @@ def places(tmp_path: Path) -> Path:
 
 
 def answer(graph: Path, ids: list[int]) -> Any:
-    import onnxruntime
+    """By onnx's own interpreter, in the very types that a graph names: ONNX Runtime's CPU leaves out casts."""
+    from onnx.reference import ReferenceEvaluator
 
-    session = onnxruntime.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
-    return session.run(["out"], {"ids": np.array(ids, np.int32)})[0]
+    return ReferenceEvaluator(str(graph)).run(["out"], {"ids": np.array(ids, np.int32)})[0]
 
 
 def test_places_are_told_apart(places: Path, tmp_path: Path) -> None:
