@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +27,24 @@ HAS_GPU = BACKENDS.get("onnxruntime").probe(this_machine(), HALF).ok
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_classifier: Any, quick_build: Any) -> Bundle:
-    """Where there is no GPU, the session for it runs on the CPU, and nobody looks what landed there."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not HAS_GPU:
-            patch.setattr("hasten.backends.onnxruntime.probe_provider", lambda _: Support.yes())
-            patch.setattr("hasten.backends.onnxruntime.check_placements", lambda _: None)
-            patch.setattr("hasten.backends.onnxruntime.CudaSession", partial(CudaSession, device="cpu"))
+def gpu() -> Callable[[], AbstractContextManager[pytest.MonkeyPatch]]:
+    """Where there is none, the session for it runs on the CPU, and nobody looks what landed there."""
+
+    @contextmanager
+    def use() -> Iterator[pytest.MonkeyPatch]:
+        with pytest.MonkeyPatch.context() as patch:
+            if not HAS_GPU:
+                patch.setattr("hasten.backends.onnxruntime.probe_provider", lambda _: Support.yes())
+                patch.setattr("hasten.backends.onnxruntime.check_placements", lambda _: None)
+                patch.setattr("hasten.backends.onnxruntime.CudaSession", partial(CudaSession, device="cpu"))
+            yield patch
+
+    return use
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_classifier: Any, quick_build: Any, gpu: Any) -> Bundle:
+    with gpu():
         names = ["onnxruntime-fp16@cuda", "onnxruntime-fp32@cuda"]
         return quick_build(tiny_classifier("bert"), variants=names, speeds={"onnxruntime-fp32@cuda": 2.0})
 
@@ -70,6 +83,21 @@ def test_tritonserver_gets_it_for_a_gpu_alone(bundle: Bundle) -> None:
     assert choose(bundle, Options()).variant.name == "graph-fp32"
     with pytest.raises(UnsupportedError, match="it is for GPUs: --device cuda"):
         choose(bundle, Options(variant=HALF.name))
+
+
+def test_convert_model_writes_it(
+    bundle: Bundle, gpu: Any, tiny_classifier: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hasten.cli.convert_model import run
+
+    words = ["-m", str(tiny_classifier("bert")), "-o", str(tmp_path / "models"), "-d", "cuda"]
+    with gpu() as patch:
+        patch.setattr("hasten.deploy.convert.build", lambda *_, **__: bundle)
+        assert run([*words, "--nb-measures", "2", "--warmup", "1", "--quiet"]) == 0
+    assert "[ONNX Runtime (optimized)] mean=" in capsys.readouterr().out
+    configs = {file.parent.name: file.read_text() for file in (tmp_path / "models").glob("*/config.pbtxt")}
+    assert [name for name, config in configs.items() if "KIND_GPU" in config] == ["transformer_onnx_model"]
+    assert stored_precision(tmp_path / "models" / "model.onnx") is Precision.FP16
 
 
 @pytest.mark.skipif(bool(this_machine().gpus), reason="there is a device to build for")
