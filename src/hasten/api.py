@@ -48,7 +48,7 @@ def build(
 
     `model` is a hub id, a directory, or an object: a model of transformers or peft together with its `tokenizer`, a
     SentenceTransformer or a CrossEncoder; the object is left as it was. `file_name` names an ONNX graph of the model
-    to build from. `device` says whose variants are tried, cpu or cuda; without it a GPU's where one can be used. Without
+    to build from. `device` says whose variants are tried, cpu or cuda; without it a GPU's if one can be used. Without
     `output` the bundle goes to the cache (`HASTEN_CACHE`) and replaces the one of the same name there.
     """
     from hasten.builder.build import build as run
