@@ -1,11 +1,12 @@
-"""GPU: PyTorch in its usual ways and the fused backend, on the same random weights and batches.
+"""GPU: every backend that runs here, on the same random weights and batches.
 
-    python benchmarks/gpu.py [--lengths FILE] [--only MiniLM-L6 RoBERTa-base …]
+    python benchmarks/gpu.py [--only MiniLM-L6 RoBERTa-base …] [--variants fused-fp16@cuda …] [--lengths FILE]
 
-Correctness first: outputs are compared with PyTorch in fp32, and what errs by more than 1e-2 is not timed. Medians over
-alternating rounds, the device synchronised; what a contender's call takes from ids on the host to scores on the host
-stands beside what the device alone takes. FILE holds the token counts of a mixed stream, one a line.
-Nothing else may run on the GPU meanwhile.
+Correctness first: outputs are compared with PyTorch in fp32, and what errs by more than 1e-2 is not timed. Two times
+for each, medians over alternating rounds: a call, from ids on the host to scores on the host; and alone, from tensors
+on the device to tensors on the device, synchronised. Of the fused backend also what the device itself takes, by its own
+clock, its copies from and to the host with it; and the same with its last layer pruned, which is off in all else.
+FILE holds the token counts of a mixed stream of texts, one a line. Nothing else may run on the GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -24,14 +28,23 @@ import numpy as np
 import torch
 import transformers
 
-from hasten.backends import BACKENDS, RunOptions, Source
+from hasten.backends import BACKENDS, MODEL, Dialect, RunOptions, Session, Source, dialect_of
+from hasten.backends.fused import FusedSession
+from hasten.backends.torch import ModuleSession
+from hasten.builder.export import export
 from hasten.builder.head import Exportable
+from hasten.builder.passes import apply_passes
 from hasten.core.hardware import this_machine
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Shape, Signature, TensorSpec, pad
-from hasten.core.variant import Variant
+from hasten.core.variant import Precision, Variant
+from hasten.quantize.half import halve
 
 HERE = Path(__file__).parent
 INPUTS = ("input_ids", "attention_mask")
+LANES = (
+    "torch-fp32@cuda", "torch-fp16@cuda", "inductor-fp16@cuda", "onnxruntime-fp16@cuda", "tensorrt-fp16@cuda",
+    "fused-fp16@cuda", "fused-fp16+gelu@cuda",
+)  # fmt: skip
 LARGEST_ERROR = 1e-2
 ROUNDS, RUNS, WARM = 7, 30, 5
 # Cycles, about 0.2 ms.
@@ -46,198 +59,223 @@ _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 1
 class Study:
     family: str
     config: dict[str, int]
-    shapes: tuple[Shape, ...]
-    # What was asked of the fused backend, in ms of the device.
-    asked: tuple[float | None, ...] = ()
+    # To what was asked of the fused backend, in ms of the device.
+    shapes: dict[Shape, float | None]
 
 
 STUDIES = {
-    "MiniLM-L6": Study("Bert", _BERT | _MINI, (Shape(1, 16), Shape(1, 128), Shape(16, 384)), (0.085, 0.13, 0.55)),
-    "RoBERTa-base": Study("Roberta", _ROBERTA, (Shape(1, 16), Shape(16, 384), Shape(32, 256)), (0.22, 2.5, 3.2)),
-    "RoBERTa-large": Study("Roberta", _ROBERTA | _LARGE, (Shape(16, 384),), (8.3,)),
-    "BERT-base": Study("Bert", _BERT, (Shape(32, 384),), (None,)),
+    "MiniLM-L6": Study("Bert", _BERT | _MINI, {Shape(1, 16): 0.085, Shape(1, 128): 0.13, Shape(16, 384): 0.55}),
+    "RoBERTa-base": Study("Roberta", _ROBERTA, {Shape(1, 16): 0.22, Shape(16, 384): 2.5, Shape(32, 256): 3.2}),
+    "BERT-base": Study("Bert", _BERT, {Shape(32, 384): None}),
+    "RoBERTa-large": Study("Roberta", _ROBERTA | _LARGE, {Shape(16, 384): 8.3}),
 }
+STREAMED = "RoBERTa-base"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(STUDIES), choices=list(STUDIES))
+    parser.add_argument("--variants", nargs="+", default=list(LANES))
     parser.add_argument("--lengths", type=Path, help="token counts of a mixed stream, one a line")
     parser.add_argument("-o", "--output", type=Path, default=HERE / "results" / "gpu.json")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("there is no GPU that PyTorch can use")
-    machine = this_machine()
     results: dict[str, Any] = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine,
-        "gpu": torch.cuda.get_device_name(),
+        "machine": this_machine(),
         "cuda": torch.version.cuda,
         "triton": __import__("triton").__version__,
         "rows": [],
+        "missing": {},
     }
+    wanted = [Variant.parse(name) for name in args.variants]
+    supports = {variant: BACKENDS.get(variant.backend).probe(this_machine(), variant) for variant in wanted}
+    results["missing"] = {variant.name: support.reason for variant, support in supports.items() if not support.ok}
+    variants = [variant for variant in wanted if supports[variant].ok]
     for name in args.only:
-        for row in study(name, STUDIES[name]):
-            results["rows"].append(row)
-            print(show(row), flush=True)
-    if args.lengths is not None:
-        results["stream"] = stream([int(line) for line in args.lengths.read_text().split()])
-        print(results["stream"], flush=True)
-    args.output.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
-
-
-def study(name: str, about: Study) -> Iterator[dict[str, Any]]:
-    model, ours = contenders(about)
-    for shape, asked in zip(about.shapes, about.asked, strict=True):
-        batch = random_batch([shape.sequence] * shape.batch)
-        feeds = {key: torch.from_numpy(value).cuda() for key, value in pad(batch, SIGNATURE).items()}
-        with torch.inference_mode():
-            expected = model(**feeds).logits.float().cpu().numpy()
-        lanes = dict(torch_lanes(model, feeds)) | {"fused-fp16": lambda batch=batch: ours.run(batch)["logits"]}
-        errors = {lane: error(ask(), expected) for lane, ask in lanes.items()}
-        times: dict[str, list[float]] = {lane: [] for lane in lanes if errors[lane] <= LARGEST_ERROR}
-        for _ in range(ROUNDS):
-            for lane in times:
-                times[lane] += timed(lanes[lane])
-        device = device_ms(ours)
-        yield {
-            "model": name,
-            "shape": str(shape),
-            "asked_ms": asked,
-            "fused_device_ms": device[0],
-            "fused_device_p99_ms": device[1],
-            "memory_bytes": torch.cuda.max_memory_allocated(),
-            "errors": errors,
-            "call_ms": {lane: {"p50": pick(all_, 50), "p99": pick(all_, 99)} for lane, all_ in times.items()},
-        }
-    ours.close()
-    torch.cuda.empty_cache()
+        with ExitStack() as opened, tempfile.TemporaryDirectory(prefix="hasten-") as work:
+            model, sessions = prepare(STUDIES[name], variants, Path(work))
+            for session in sessions.values():
+                opened.enter_context(session)
+            for row in study(name, model, sessions):
+                results["rows"].append(row)
+                print(show(row), flush=True)
+            if name == STREAMED and args.lengths is not None:
+                lengths = [int(line) for line in args.lengths.read_text().split()]
+                results["stream"] = stream(lengths, sessions)
+                print(results["stream"], flush=True)
+        # After each, so that a lease which ends loses the last one alone.
+        args.output.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
 
 
 def _signature() -> Signature:
-    inputs = tuple(TensorSpec(name, DType.INT64, (BATCH, SEQUENCE)) for name in INPUTS)
+    inputs = tuple(TensorSpec(name, DType.INT32, (BATCH, SEQUENCE), int(name == "input_ids")) for name in INPUTS)
     return Signature(inputs, (TensorSpec("logits", DType.FLOAT32, (BATCH, 2)),), max_length=512)
 
 
 SIGNATURE = _signature()
 
 
-def contenders(about: Study) -> tuple[Any, Any]:
+def prepare(about: Study, variants: Sequence[Variant], work: Path) -> tuple[Any, dict[str, Session]]:
+    """The model in fp32, and a session of every variant of it."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{about.family}Config")(**about.config)
+    config = getattr(transformers, f"{about.family}Config")(**about.config, num_labels=2)
     model = getattr(transformers, f"{about.family}ForSequenceClassification")(config).eval()
-    fused, variant = BACKENDS.get("fused"), Variant.parse("fused-fp16@cuda")
-    with tempfile.TemporaryDirectory() as folder:
-        source = Source(SIGNATURE, {}, Exportable(model, INPUTS, ["logits"]))
-        session = fused.open(fused.make(source, variant, Path(folder)), RunOptions())
-    return model.cuda(), session
+    module = Exportable(model, INPUTS, ["logits"])
+    graphs: Mapping[Dialect, Path] = {}
+    if any(BACKENDS.get(variant.backend).dialect is not Dialect.MODULE for variant in variants):
+        loaded: Any = SimpleNamespace(
+            module=module, signature=SIGNATURE, tokenizer=SimpleNamespace(pad_id=1), config=config
+        )
+        export(loaded, work / "model.onnx")
+        graphs = apply_passes(work / "model.onnx", work, config, external_data=False).by_dialect()
+    sessions: dict[str, Session] = {}
+    for variant in variants:
+        backend, folder = BACKENDS.get(variant.backend), work / variant.name
+        folder.mkdir()
+        begin = time.perf_counter()
+        sessions[variant.name] = backend.open(
+            backend.make(_source(variant, module, graphs, work), variant, folder), RunOptions()
+        )
+        print(f"{variant} made and opened in {time.perf_counter() - begin:.1f} s", flush=True)
+    return model, sessions
 
 
-def torch_lanes(model: Any, feeds: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    import copy
+def _source(variant: Variant, module: Any, graphs: Mapping[Dialect, Path], work: Path) -> Source:
+    backend = BACKENDS.get(variant.backend)
+    if backend.dialect is Dialect.MODULE:
+        return Source(SIGNATURE, {}, module)
+    graph = graphs[dialect_of(variant)]
+    if variant.precision is Precision.FP16 and variant.backend == "onnxruntime":
+        halved = work / f"{variant.name}.onnx"
+        halve(graph, halved, frozenset(), external_data=False)
+        graph = halved
+    return Source(SIGNATURE, {MODEL: graph})
 
-    def lane(module: Any) -> Callable[[], Any]:
-        def ask() -> Any:
+
+def study(name: str, model: Any, sessions: Mapping[str, Session]) -> Iterator[dict[str, Any]]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for shape, asked in STUDIES[name].shapes.items():
+        batch = random_batch([shape.sequence] * shape.batch)
+        feeds = {key: torch.from_numpy(value).to(device) for key, value in pad(batch, SIGNATURE).items()}
+        with torch.inference_mode():
+            expected = model.to(device)(**feeds).logits.float().cpu().numpy()
+        set_pruning(sessions, prunes=False)
+        errors = {lane: error(session.run(batch)["logits"], expected) for lane, session in sessions.items()}
+        fair = {lane: session for lane, session in sessions.items() if errors[lane] <= LARGEST_ERROR}
+        calls: dict[str, list[float]] = {lane: [] for lane in fair}
+        alone: dict[str, list[float]] = {lane: [] for lane in fair}
+        for _ in range(ROUNDS):
+            for lane, session in fair.items():
+                calls[lane] += timed(partial(session.run, batch))
+                alone[lane] += timed(on_device(session, batch, feeds))
+        own = {lane: session for lane, session in fair.items() if isinstance(session, FusedSession)}
+        by_clock = {lane: device_ms(session, batch) for lane, session in own.items()}
+        set_pruning(sessions, prunes=True)
+        pruned = {lane: device_ms(session, batch) for lane, session in own.items()}
+        yield {
+            "model": name,
+            "shape": str(shape),
+            "asked_ms": asked,
+            "errors": errors,
+            "call_ms": {lane: spread(values) for lane, values in calls.items()},
+            "alone_ms": {lane: spread(values) for lane, values in alone.items()},
+            "device_ms": by_clock,
+            "pruned_device_ms": pruned,
+            "memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+        }
+
+
+def on_device(session: Any, batch: Batch, feeds: Mapping[str, Any]) -> Callable[[], Any]:
+    """What a session does between its borders."""
+    if isinstance(session, FusedSession):
+        session.run(batch)
+        return session.replay.last.replay
+    if isinstance(session, ModuleSession):
+
+        def ask() -> None:
             with torch.inference_mode():
-                return module(**feeds).logits.float().cpu().numpy()
+                session._module(**feeds)
 
         return ask
+    from hasten.backends.onnxruntime.cuda import CudaSession
+    from hasten.core.buckets import bucket_of
 
-    half = copy.deepcopy(model).half()
-    yield "torch-fp32", lane(model)
-    yield "torch-fp16", lane(half)
-    yield "torch-fp16, CUDA graph", graphed(half, feeds)
-    compiled = torch.compile(half, mode="reduce-overhead")
-    yield "torch.compile-fp16", lane(compiled)
+    if isinstance(session, CudaSession):
+        bucket = session._bucket(bucket_of(batch, SIGNATURE))
+        return lambda: bucket._session.run_with_iobinding(bucket._binding, bucket._options)
+    return lambda: session.run(batch)
 
 
-def graphed(module: Any, feeds: dict[str, Any]) -> Callable[[], Any]:
-    stream = torch.cuda.Stream()
-    with torch.inference_mode(), torch.cuda.stream(stream):
-        for _ in range(3):
-            module(**feeds)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.inference_mode(), torch.cuda.graph(graph):
-        logits = module(**feeds).logits
-
-    def ask() -> Any:
-        graph.replay()
-        return logits.float().cpu().numpy()
-
-    return ask
+def set_pruning(sessions: Mapping[str, Session], *, prunes: bool) -> None:
+    for session in sessions.values():
+        if isinstance(session, FusedSession):
+            session.prunes = prunes
+            session.replay.clear()
 
 
 def timed(ask: Callable[[], Any]) -> list[float]:
     for _ in range(WARM):
         ask()
-    seconds = []
+    taken = []
     for _ in range(RUNS):
-        torch.cuda.synchronize()
+        synchronize()
         begin = time.perf_counter()
         ask()
+        synchronize()
+        taken.append((time.perf_counter() - begin) * 1e3)
+    return taken
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-        seconds.append((time.perf_counter() - begin) * 1e3)
-    return seconds
 
 
-def device_ms(session: Any) -> tuple[float, float]:
-    """Of the graph that ran last, with its copies from and to the host."""
+def device_ms(session: FusedSession, batch: Batch) -> dict[str, float]:
+    """Of its CUDA graph, with the copies from and to the host that it holds."""
+    session.run(batch)
     taken = []
     last, on = session.replay.last, session.replay.stream
-    for _ in range(200):
+    for _ in range(ROUNDS * RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(on):
-            # Meanwhile the host has queued the rest: what is timed is the device alone.
+            # Meanwhile the host queues the rest.
             torch.cuda._sleep(_AHEAD)
         begin.record(on)
         last.replay()
         end.record(on)
         end.synchronize()
         taken.append(begin.elapsed_time(end))
-    return pick(taken, 50), pick(taken, 99)
+    return spread(taken)
 
 
-def stream(lengths: Sequence[int]) -> dict[str, Any]:
-    """Texts of mixed lengths through RoBERTa-base: packed by us; for PyTorch sorted, in padded batches of 32."""
-    model, ours = contenders(STUDIES["RoBERTa-base"])
-    half = model.half()
-    compiled = torch.compile(half, mode="reduce-overhead")
+def stream(lengths: Sequence[int], sessions: Mapping[str, Session]) -> dict[str, Any]:
+    """Texts of mixed lengths: sorted, and in batches of 32 for those who pad; pruning is off."""
+    set_pruning(sessions, prunes=False)
     batch = random_batch(lengths)
     order = np.argsort(batch.lengths, kind="stable")
     parts = [batch.take(rows) for rows in np.array_split(order, max(1, len(order) // 32))]
-    padded = [_padded(part) for part in parts]
-
-    def theirs(module: Any) -> None:
-        with torch.inference_mode():
-            for feeds in padded:
-                module(**feeds).logits.float().cpu()
-
     whole = batch.take(order)
-    lanes: dict[str, Callable[[], Any]] = {
-        "torch-fp16": lambda: theirs(half),
-        "torch.compile-fp16": lambda: theirs(compiled),
-        "fused-fp16": lambda: ours.run(whole),
-    }
-    times: dict[str, list[float]] = {lane: [] for lane in lanes}
+
+    def lane(session: Session) -> Callable[[], Any]:
+        if isinstance(session, FusedSession):
+            return lambda: session.run(whole)
+        return lambda: [session.run(part) for part in parts]
+
+    lanes = {name: lane(session) for name, session in sessions.items()}
+    times: dict[str, list[float]] = {name: [] for name in lanes}
     for ask in lanes.values():
         ask()
         ask()
     for _ in range(ROUNDS):
-        for lane, ask in lanes.items():
-            torch.cuda.synchronize()
+        for name, ask in lanes.items():
+            synchronize()
             begin = time.perf_counter()
             ask()
-            torch.cuda.synchronize()
-            times[lane].append((time.perf_counter() - begin) * 1e3)
-    return {"texts": len(lengths), "tokens": batch.tokens, "ms": {lane: pick(all_, 50) for lane, all_ in times.items()}}
-
-
-def _padded(part: Batch) -> dict[str, Any]:
-    """To a multiple of 32 tokens, so that there are few widths, and each is compiled once."""
-    feeds = {key: torch.from_numpy(value) for key, value in pad(part, SIGNATURE).items()}
-    missing = -int(part.lengths.max()) % 32
-    return {key: torch.nn.functional.pad(value, (0, missing)).cuda() for key, value in feeds.items()}
+            synchronize()
+            times[name].append((time.perf_counter() - begin) * 1e3)
+    found = {name: float(np.median(taken)) for name, taken in times.items()}
+    return {"model": STREAMED, "texts": len(lengths), "tokens": batch.tokens, "ms": found}
 
 
 def random_batch(lengths: Sequence[int]) -> Batch:
@@ -249,18 +287,19 @@ def error(found: Any, expected: Any) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-def pick(values: Sequence[float], percentile: float) -> float:
-    return float(np.percentile(values, percentile))
+def spread(taken: Sequence[float]) -> dict[str, float]:
+    return {"p50": float(np.percentile(taken, 50)), "p99": float(np.percentile(taken, 99))}
 
 
 def show(row: dict[str, Any]) -> str:
-    calls = ", ".join(f"{lane} {time_['p50']:.3f}" for lane, time_ in row["call_ms"].items())
     asked = "" if row["asked_ms"] is None else f" (asked ≤ {row['asked_ms']})"
-    error_ = row["errors"]["fused-fp16"]
-    head = (
-        f"{row['model']} {row['shape']}: fused {row['fused_device_ms']:.4f} ms of the device{asked}, error {error_:.1e}"
-    )
-    return f"{head}; calls, ms: {calls}"
+    lines = [f"{row['model']} {row['shape']}{asked}"]
+    for lane, wrong in row["errors"].items():
+        times = {kind: row[f"{kind}_ms"].get(lane, {}).get("p50") for kind in ("device", "pruned_device")}
+        both = [f"{row[f'{kind}_ms'][lane]['p50']:.3f} {kind}" for kind in ("call", "alone") if lane in row["call_ms"]]
+        own = [f"{value:.4f} {kind}" for kind, value in times.items() if value is not None]
+        lines.append(f"  {lane:24} error {wrong:.1e}, ms: {', '.join([*both, *own])}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
