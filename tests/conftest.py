@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import requiring
 import tiny
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ QuickBuild = Callable[..., Any]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run what takes a minute (torch.compile)")
+    parser.addoption(
+        "--require", action="append", default=[], metavar="NAME", help="fail what is skipped for want of it: gpu"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,6 +53,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(folder)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="takes a minute: run with --slow"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return requiring.judged((yield), item.config.getoption("--require"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return requiring.judged((yield), collector.config.getoption("--require"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any, TypeVar
 
 import numpy as np
@@ -235,7 +235,8 @@ class FusedForward:
         for rows in parts(batch.lengths) if batch.tokens > MOST_TOKENS else [None]:
             part = batch if rows is None else batch.take(rows)
             end, bucket = begin + part.tokens, Bucket.of(part.lengths)
-            states = self._replay.on_device(pack(part, bucket, places[begin:end]), bucket)[: part.tokens]
+            fill = partial(pack, batch=part, bucket=bucket, places=places[begin:end])
+            states = self._replay.on_device(bucket, fill)[: part.tokens]
             if index is None:
                 whole[begin:end] = states
             else:

@@ -26,6 +26,7 @@ def build(
     batch_size: int | Sequence[int] = (1, 8, 32),
     seq_len: int | Sequence[int] = (16, 128, 256),
     variants: str | Sequence[str] = (),
+    device: Literal["cpu", "cuda"] | None = None,
     data: str | Path | None = None,
     calibration: str | Path | None = None,
     columns: Mapping[str, str] | None = None,
@@ -47,8 +48,8 @@ def build(
 
     `model` is a hub id, a directory, or an object: a model of transformers or peft together with its `tokenizer`, a
     SentenceTransformer or a CrossEncoder; the object is left as it was. `file_name` names an ONNX graph of the model
-    to build from. Without `output` the bundle goes to the cache (`HASTEN_CACHE`) and replaces the one of the same name
-    there.
+    to build from. `device` says whose variants are tried, cpu or cuda; without it a GPU's if one can be used. Without
+    `output` the bundle goes to the cache (`HASTEN_CACHE`) and replaces the one of the same name there.
     """
     from hasten.builder.build import build as run
     from hasten.builder.memory import name_of, saved
@@ -66,6 +67,7 @@ def build(
             Range.of("seq_len", _numbers(seq_len)),
         ),
         variants=(variants,) if isinstance(variants, str) else tuple(variants),
+        device=device,
         data=str(data) if data is not None else None,
         calibration=str(calibration) if calibration is not None else None,
         columns=dict(columns or {}),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hasten.backends import BACKENDS, Artifact, Dialect, RunOptions, Session, Source
+from hasten.backends import BACKENDS, Artifact, Dialect, RunOptions, Session, Source, dialect_of
 from hasten.core.errors import StageError
 from hasten.core.hardware import Gpu, this_machine
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Layout, Shape, TensorSpec
@@ -38,8 +38,21 @@ REDUCED_ERROR = {
 }
 
 MARKS = {
-    # torch.compile takes a minute for the first batches, and imports a part of torch that warns about another.
-    "inductor": (pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"))
+    # torch.compile takes a minute for the first batches, imports a part of torch that warns about another, and advises
+    # less exact products.
+    "inductor": (
+        pytest.mark.slow,
+        pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+        pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+    )
+}
+
+
+# Those that run on a GPU, where there is one, and are said to be skipped elsewhere.
+ON_GPU = {
+    "torch": ("torch-fp32@cuda", "torch-fp16@cuda", "torch-bf16@cuda"),
+    "inductor": ("inductor-fp16@cuda",),
+    "onnxruntime": ("onnxruntime-fp16@cuda", "onnxruntime-fp32@cuda"),
 }
 
 
@@ -48,9 +61,11 @@ def variants() -> list[Any]:
     found = []
     for backend in BACKENDS.all():
         offered = backend.variants(this_machine()) if backend.probe(this_machine()).ok else []
+        tried = [*(offered or [Variant(backend.name, Precision.FP32)])]
+        tried += map(Variant.parse, ON_GPU.get(backend.name, ()))
         found += [
             pytest.param(variant, id=variant.name, marks=MARKS.get(backend.name, ()))
-            for variant in offered or [Variant(backend.name, Precision.FP32)]
+            for variant in dict.fromkeys(tried)
         ]
     return found
 
@@ -62,6 +77,7 @@ def sources(
     """One model that answers per row, and one per token, where a session has padding to take out again."""
     from hasten.builder.head import Exportable
     from hasten.quantize.dynamic import quantize_dynamic
+    from hasten.quantize.half import halve
     from hasten.quantize.recipe import Method, Recipe
 
     rows = load_tiny(tiny_classifier("bert"))
@@ -78,16 +94,18 @@ def sources(
         quantized = graphs[Dialect.ORT].with_name("int8.onnx")
         recipe = Recipe(variant="onnxruntime-int8", method=Method.DYNAMIC, target="avx512_vnni", attention=True)
         quantize_dynamic(graphs[Dialect.ORT], quantized, recipe, external_data=False)
-        found[name] = (loaded, graphs | {"int8": quantized})
+        halved = graphs[Dialect.ORT_CUDA].with_name("fp16.onnx")
+        halve(graphs[Dialect.ORT_CUDA], halved, frozenset(), external_data=False)
+        found[name] = (loaded, graphs | {"int8": quantized, "fp16": halved})
     return found
 
 
 def source_for(variant: Variant, loaded: Any, graphs: dict[Any, Path]) -> Source:
-    dialect = BACKENDS.get(variant.backend).dialect
+    dialect = dialect_of(variant)
     if dialect is Dialect.MODULE:
         return Source(loaded.signature, {}, loaded.module)
-    is_quantized = dialect is Dialect.ORT and variant.precision is Precision.INT8
-    return Source(loaded.signature, {"model": graphs["int8" if is_quantized else dialect]})
+    is_made = dialect in (Dialect.ORT, Dialect.ORT_CUDA) and variant.precision.is_reduced
+    return Source(loaded.signature, {"model": graphs[variant.precision.value if is_made else dialect]})
 
 
 def make(variant: Variant, sources: dict[str, Any], kind: str, folder: Path) -> Artifact:
@@ -164,6 +182,27 @@ def test_outputs_per_token_come_back_unpadded(variant: Variant, sources: Any, tm
         ours = session.run(batch)["last_hidden_state"]
     assert ours.shape == (batch.tokens, 32)
     assert_close(ours, reference(loaded, batch), variant.precision)
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
+@pytest.mark.parametrize("kind", ["per row", "per token"])
+def test_the_session_for_gpus_answers_from_buckets(sources: Any, kind: str, precision: Precision) -> None:
+    """On the CPU, which runs graphs of fp16 through casts: all of it but the CUDA graphs."""
+    from hasten.backends.onnxruntime.cuda import CudaSession
+
+    loaded, graphs = sources[kind]
+    variant = Variant("onnxruntime", precision, "cuda")
+    graph = source_for(variant, loaded, graphs).graphs["model"]
+    artifact = Artifact(variant, loaded.signature, graph.parent, {"model": graph.name})
+    with CudaSession(artifact, RunOptions(1), device="cpu") as session:
+        for lengths in AWKWARD.values():
+            batch = batch_of(lengths)
+            (ours,) = session.run(batch).values()
+            assert_close(ours, reference(loaded, batch), precision)
+        with pytest.raises(StageError, match="65 tokens"):
+            session.run(batch_of([FULL + 1]))
+    with pytest.raises(StageError, match="closed"):
+        session.run(batch_of([3]))
 
 
 def test_batched_equals_single(session: Session, variant: Variant) -> None:

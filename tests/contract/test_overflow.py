@@ -123,6 +123,33 @@ def test_kept_in_fp32_it_answers_right(wide: Any, tmp_path: Path) -> None:
     assert backend.first_non_finite(kept, rows_for(loaded)) is None
 
 
+def test_a_graph_made_in_fp16_keeps_them_too(wide: Any, make_graphs: Any, tmp_path: Path) -> None:
+    """Fused, as GPUs run it; here through the CPU's casts."""
+    from hasten.backends.onnxruntime import stored_precision
+    from hasten.backends.onnxruntime.cuda import CudaSession
+    from hasten.quantize.half import halve
+
+    loaded, _ = wide
+    graph = make_graphs(loaded, tmp_path)[Dialect.ORT_CUDA]
+    rows = rows_for(loaded)
+    found = overflows(graph, Calibration(rows, loaded.signature))
+    assert max(one.largest for one in found) > 1e6
+
+    def answer(file: Path, precision: Precision) -> np.ndarray:
+        variant = Variant("onnxruntime", precision, "cuda")
+        artifact = Artifact(variant, loaded.signature, file.parent, {MODEL: file.name})
+        with CudaSession(artifact, RunOptions(1), device="cpu") as session:
+            return session.run(rows)["logits"]
+
+    expected = answer(graph, Precision.FP32)
+    halved, kept = tmp_path / "halved.onnx", tmp_path / "kept.onnx"
+    halve(graph, halved, frozenset(), external_data=False)
+    halve(graph, kept, frozenset(one.tensor for one in found), external_data=False)
+    assert stored_precision(kept) is Precision.FP16
+    assert not np.abs(answer(halved, Precision.FP16) - expected).max() < 2e-2 * np.abs(expected).max()
+    assert np.abs(answer(kept, Precision.FP16) - expected).max() < 2e-2 * np.abs(expected).max()
+
+
 @pytest.mark.usefixtures("fp16")
 def test_a_weight_out_of_range_alone_is_kept(wide: Any, tmp_path: Path) -> None:
     """Clipped to fp16's largest it would be another weight, and nothing would be infinite."""

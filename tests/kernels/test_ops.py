@@ -133,9 +133,14 @@ def test_pooling(lengths: list[int], kind: str, dtype: torch.dtype) -> None:
 
 
 @dtypes
+@pytest.mark.parametrize("count", [17, 129])
 @pytest.mark.parametrize("activation", ["", "tanh", "relu", "gelu"])
 @pytest.mark.parametrize("has_rows", [True, False])
-def test_layer_behind_the_encoder(has_rows: bool, activation: str, dtype: torch.dtype) -> None:
-    x, weight, bias = draw(17, 96, dtype=dtype), draw(3, 96), draw(3)
-    rows = torch.tensor([0, 5, 16, 17], dtype=torch.int32, device=DEVICE) if has_rows else None
+def test_layer_behind_the_encoder(has_rows: bool, activation: str, count: int, dtype: torch.dtype) -> None:
+    # What comes from the encoder is in its precision, what comes from another layer is not.
+    x, weight, bias = draw(count, 300, dtype=dtype), draw(3, 300, dtype=dtype) / 17, draw(3)
+    rows = torch.tensor([0, 5, count - 1, count], dtype=torch.int32, device=DEVICE) if has_rows else None
+    check(
+        head.dense(x.float(), rows, weight, bias, activation), head.reference(x, rows, weight, bias, activation), dtype
+    )
     check(head.dense(x, rows, weight, bias, activation), head.reference(x, rows, weight, bias, activation), dtype)

@@ -21,7 +21,7 @@ from hasten.core.execution import Execution, Trial
 from hasten.core.hardware import Machine, usable_cores
 from hasten.core.registry import Registry
 from hasten.core.tensors import Batch, Outputs, SessionSpec, Shape, Signature, gather, tiled
-from hasten.core.variant import Support, Variant
+from hasten.core.variant import CUDA, Support, Variant
 
 # The graph every encoder has. Generation adds others under names of its own.
 MODEL = "model"
@@ -33,6 +33,7 @@ class Dialect(StrEnum):
     MODULE = "module"  # a PyTorch module
     ONNX = "onnx"  # the portable graph
     ORT = "ort"  # the graph with ONNX Runtime's own fused operators
+    ORT_CUDA = "ort-cuda"  # the same for GPUs, where norms are one with the additions before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,12 @@ class FindsNonFinite(Protocol):
 BACKENDS: Registry[Backend] = Registry("backend", "hasten.backends", "BACKEND")
 
 
+def dialect_of(variant: Variant) -> Dialect:
+    """The form of the model a variant is made from."""
+    dialect = BACKENDS.get(variant.backend).dialect
+    return Dialect.ORT_CUDA if dialect is Dialect.ORT and variant.device == CUDA else dialect
+
+
 def probe_packages(backend: Backend) -> Support:
     """The first question of every probe: is the library there?"""
     for package in backend.requires:
@@ -167,6 +174,10 @@ def probe_packages(backend: Backend) -> Support:
             missing = missing_package(package, f"backend '{backend.name}'", backend.extra)
             return Support.no(f"the package '{package}' is not installed", missing.hint or "")
     return Support.yes()
+
+
+def probe_gpu(machine: Machine) -> Support:
+    return Support.yes() if machine.gpus else Support.no("there is no NVIDIA GPU here")
 
 
 class OpenSession(Closing):

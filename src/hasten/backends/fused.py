@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,9 +200,10 @@ class FusedSession(OpenSession):
         signature = self.spec.signature
         masks = np.flatnonzero(batch.values["input_ids"] == signature.mask_id) if self._is_of_masks else None
         bucket = Bucket.of(batch.lengths, None if masks is None else len(masks))
-        packed = pack(batch, bucket, places_of(batch, self._about.geometry.first_place), masks)
+        places = places_of(batch, self._about.geometry.first_place)
+        fill = partial(pack, batch=batch, bucket=bucket, places=places, picked=masks)
         # Without what the bucket had room for; where there are several outputs, each is a column.
-        found: FloatArray = self.replay(packed, bucket)[: int(signature.counts(signature.outputs[0], batch).sum())]
+        found: FloatArray = self.replay(bucket, fill)[: int(signature.counts(signature.outputs[0], batch).sum())]
         if len(signature.outputs) == 1:
             return {signature.outputs[0].name: found.copy()}
         return {spec.name: found[:, place].copy() for place, spec in enumerate(signature.outputs)}

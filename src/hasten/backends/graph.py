@@ -12,7 +12,7 @@ from hasten.backends.onnxruntime import BACKEND as RUNTIME
 from hasten.core.execution import Execution
 from hasten.core.hardware import Machine
 from hasten.core.tensors import Batch
-from hasten.core.variant import Support, Variant
+from hasten.core.variant import CPU, Support, Variant
 
 
 class Graph:
@@ -23,6 +23,8 @@ class Graph:
     is_stored = True
 
     def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
+        if variant is not None and variant.device != CPU:
+            return Support.no(f"it runs on the CPU, not on '{variant.device}'")
         return RUNTIME.probe(machine, variant)
 
     def variants(self, machine: Machine) -> Sequence[Variant]:

@@ -1,4 +1,4 @@
-"""torch.compile, for comparison. On a CPU it compiles for a minute and gains little, so it runs only when asked for."""
+"""torch.compile, for comparison. It compiles for a minute and gains little on a CPU, so it runs only when asked for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hasten.backends import MODEL, Artifact, Dialect, RunOptions, Session, Source, probe_packages
-from hasten.backends.torch import FILE, ModuleSession, load_module, save_module
+from hasten.backends.torch import FILE, ModuleSession, load_module, probe_torch_gpu, save_module
+from hasten.core.buckets import bucket_of, fill, take_out
 from hasten.core.hardware import Machine
-from hasten.core.variant import Precision, Support, Variant
+from hasten.core.tensors import Batch, Outputs
+from hasten.core.variant import CUDA, Precision, Support, Variant
+
+_KNOWN = (Variant("inductor", Precision.FP32), Variant("inductor", Precision.FP16, CUDA))
 
 
 class Inductor:
@@ -20,14 +24,14 @@ class Inductor:
     is_stored = False
 
     def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
-        if variant is not None and variant != Variant(self.name, Precision.FP32):
-            return Support.no("it runs in fp32 on the CPU only")
+        if variant is not None and variant not in _KNOWN:
+            return Support.no("it runs in fp32 on the CPU, in fp16 on 'cuda'")
         support = probe_packages(self)
         if not support.ok:
             return support
-        if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
+        if not any(map(shutil.which, ("c++", "g++", "clang++"))):
             return Support.no("torch.compile needs a C++ compiler, and none is on the PATH", "install g++")
-        return support
+        return probe_torch_gpu(machine) if variant is not None and variant.device == CUDA else support
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
         return []
@@ -39,7 +43,25 @@ class Inductor:
     def open(self, artifact: Artifact, options: RunOptions) -> Session:
         import torch
 
-        return ModuleSession(torch.compile(load_module(artifact), dynamic=True), artifact, options)
+        module = load_module(artifact)
+        if artifact.variant.device != CUDA:
+            return ModuleSession(torch.compile(module, dynamic=True), artifact, options)
+        # Kernels that take any size, and with them a CUDA graph for each: compiled for one size each, the ninth would
+        # no longer be compiled at all.
+        return _Bucketed(torch.compile(module, mode="reduce-overhead", dynamic=True), artifact, options)
+
+
+class _Bucketed(ModuleSession):
+    """A CUDA graph is of one shape, so there must be few."""
+
+    def run_padded(self, batch: Batch) -> Outputs:
+        import torch
+
+        signature = self.spec.signature
+        room = bucket_of(batch, signature)
+        # What the graph gave before has been copied, and may be overwritten.
+        torch.compiler.cudagraph_mark_step_begin()
+        return take_out(self.answer(fill(batch, signature, room)), batch, signature, room)
 
 
 BACKEND = Inductor()

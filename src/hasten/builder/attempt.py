@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
-from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source
+from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source, dialect_of
 from hasten.builder.choose import check_not_again
 from hasten.builder.given import LoadedGraph
 from hasten.builder.load import LoadedModel
@@ -28,6 +28,7 @@ from hasten.measure.fault import with_fault
 from hasten.measure.verify import Expectation, expect, verify
 from hasten.predictor import Predictor
 from hasten.quantize.calibration import Calibration
+from hasten.quantize.half import halve
 from hasten.quantize.make import make_graph
 from hasten.quantize.overflow import describe, overflows
 from hasten.quantize.recipe import FILE, Method, Recipe
@@ -84,14 +85,13 @@ class Attempts:
         shutil.rmtree(artifact.directory)
 
     def make(self, variant: Variant) -> Artifact:
-        folder, _ = self._folders(variant)
+        folder, of_graph = self._folders(variant)
         folder.mkdir()
-        source = self._source(variant)
-        artifact = BACKENDS.get(variant.backend).make(source, variant, folder)
+        artifact = BACKENDS.get(variant.backend).make(self._source(variant), variant, folder)
         if variant in self.recipes:
             self.recipes[variant].write(folder / FILE)
-            # Copied by now, and a search makes many.
-            shutil.rmtree(source.graphs[MODEL].parent)
+        # Copied by now, and a search makes many.
+        shutil.rmtree(of_graph, ignore_errors=True)
         return artifact
 
     def depends_on_batch(self, variant: Variant) -> bool:
@@ -132,7 +132,7 @@ class Attempts:
 
     def _source(self, variant: Variant) -> Source:
         """The model in the form this variant is made from: its dialect and, where graphs carry it, its precision."""
-        dialect = BACKENDS.get(variant.backend).dialect
+        dialect = dialect_of(variant)
         if dialect is Dialect.MODULE or variant == self.loaded.baseline:
             return self.loaded.source
         graph = self.graphs[dialect]
@@ -149,7 +149,12 @@ class Attempts:
                 self.passes.append(record("quantize", graph, quantized, variants=[variant.name]))
             graph = quantized
         source = Source(self.loaded.signature, {MODEL: graph})
-        return self._guarded(variant, source) if variant.precision is Precision.FP16 else source
+        if variant.precision is not Precision.FP16:
+            return source
+        guarded = self._guarded(variant, source)
+        # OpenVINO makes its own.
+        is_ours = dialect is Dialect.ORT_CUDA and self.loaded.precision is Precision.FP32
+        return self._halved(variant, guarded) if is_ours else guarded
 
     def _guarded(self, variant: Variant, source: Source) -> Source:
         """What leaves the range of fp16 on the rows is to stay in fp32."""
@@ -159,8 +164,17 @@ class Attempts:
             self.passes.append(record("guard", graph, graph, variants=[variant.name], notes=[describe(found)]))
         return replace(source, beyond_fp16=frozenset(one.tensor for one in found))
 
+    def _halved(self, variant: Variant, source: Source) -> Source:
+        graph = source.graphs[MODEL]
+        _, folder = self._folders(variant)
+        folder.mkdir()
+        halved = folder / graph.name
+        halve(graph, halved, source.beyond_fp16, external_data=is_large(graph))
+        self.passes.append(record("halve", graph, halved, variants=[variant.name]))
+        return replace(source, graphs={MODEL: halved})
+
     def _folders(self, variant: Variant) -> tuple[Path, Path]:
-        """Where a variant lies, and the graph it is made from where that is quantized for it."""
+        """Where a variant lies, and the graph it is made from where that is made for it alone."""
         return self.work / variant.name, self.work / f"{variant.name}-graph"
 
     @cached_property

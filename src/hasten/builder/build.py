@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session
+from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, dialect_of
 from hasten.builder.attempt import Attempts, Original
 from hasten.builder.check import check_graph, check_tokenizer
-from hasten.builder.choose import GRAPH, explain, front, rank
+from hasten.builder.choose import GRAPH, compared_with, explain, front, rank
 from hasten.builder.export import IR_VERSION, OPSET, export
 from hasten.builder.given import LoadedGraph, load_graph
 from hasten.builder.load import load_model, save_tokenizer
@@ -120,10 +120,9 @@ class _Build:
                 is_exact = loaded.precision is Precision.FP32
                 fault = self._fault(exported, loaded)
                 check_graph(session, original, expected.encoded.batch, is_exact=is_exact, is_brief=True, fault=fault)
-            made = {dialect: self._made_from(dialect) for dialect in (Dialect.ONNX, Dialect.ORT)}
-            self.passes.append(
-                record("export", None, exported, variants=[*made[Dialect.ONNX], *made[Dialect.ORT]], notes=notes)
-            )
+            made = {dialect: self._made_from(dialect) for dialect in Dialect}
+            of_graphs = [name for dialect, names in made.items() if dialect is not Dialect.MODULE for name in names]
+            self.passes.append(record("export", None, exported, variants=of_graphs, notes=notes))
 
         with self._stage("optimize") as notes:
             graphs = apply_passes(
@@ -175,8 +174,9 @@ class _Build:
         with self._stage("benchmark") as notes:
             shapes = self._shapes(loaded, notes)
             racing = {variant: trial.artifact for variant, trial in eligible.items()}
-            baseline = racing.pop(loaded.baseline, None) or attempts.make(loaded.baseline)
-            racing = {loaded.baseline: baseline, **racing}
+            against = compared_with(loaded.baseline, self.about.device, self.machine)
+            baseline = racing.pop(against) if against in racing else attempts.make(against)
+            racing = {against: baseline, **racing}
             measured = bench(
                 list(racing.values()),
                 shapes.corners(),
@@ -189,8 +189,8 @@ class _Build:
             ranking = rank(measured, shapes.optimal, list(eligible))
 
         verdicts = {variant: trial.verdict for variant, trial in eligible.items()}
-        if loaded.baseline not in verdicts:
-            refused = (Candidate(loaded.baseline.name, Status.BASELINE, "the original"), *refused)
+        if against not in verdicts:
+            refused = (Candidate(against.name, Status.BASELINE, "the original"), *refused)
         kept = ranking if self.plan.keep is Keep.ALL else ranking[:2]
         for variant, artifact in racing.items():
             if variant not in kept:
@@ -230,7 +230,7 @@ class _Build:
     def _made_from(self, dialect: Dialect) -> list[str]:
         """The contenders that start from a graph of this dialect."""
         names = (*self.about.contenders, *self.about.further)
-        return [name for name in names if BACKENDS.get(Variant.parse(name).backend).dialect is dialect]
+        return [name for name in names if dialect_of(Variant.parse(name)) is dialect]
 
     def _folder(self, name: str) -> Path:
         folder = self.work / name

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from hasten.backends import BACKENDS, Dialect
+from hasten.backends import BACKENDS, Backend, Dialect
 from hasten.core.errors import PlanError, UnsupportedError
 from hasten.core.hardware import Machine
 from hasten.core.plan import Plan
 from hasten.core.report import Bench, Candidate, Status, Verdict
 from hasten.core.tensors import Shape
-from hasten.core.variant import Precision, Variant
+from hasten.core.variant import CPU, CUDA, Precision, Variant
 from hasten.quantize.recipe import Recipe
 from hasten.quantize.ways import check_recipe, check_ways
 
@@ -19,8 +20,33 @@ MODULE = "torch"
 GRAPH = "graph"
 
 
+def device_of(plan: Plan, machine: Machine, baseline: str) -> str:
+    """Whose variants contend: the plan's, or a GPU where a bundle may hold something that runs on it."""
+    if plan.recipe is not None or plan.variants:
+        return CUDA if CUDA in [Variant.parse(name).device for name in plan.variants] else CPU
+    if plan.device == CPU or (plan.device is None and not machine.gpus):
+        return CPU
+    stored = [backend for backend in _fitting(baseline) if backend.is_stored]
+    if any(variant.device == CUDA for backend in stored for variant in _offered(backend, machine)):
+        return CUDA
+    if plan.device is None:
+        return CPU
+    if not machine.gpus:
+        raise UnsupportedError("--device cuda needs an NVIDIA GPU, and there is none here", hint="--device cpu")
+    reasons = {one.name: one.probe(machine, Variant(one.name, Precision.FP16, CUDA)) for one in stored}
+    told = "; ".join(f"{name}: {support.reason}" for name, support in reasons.items() if not support.ok)
+    hint = next((support.hint for support in reasons.values() if support.hint), "--device cpu")
+    raise UnsupportedError(f"nothing that a bundle may hold runs on the GPU here ({told})", hint=hint)
+
+
+def compared_with(original: Variant, device: str, machine: Machine) -> Variant:
+    """The original on the device that variants are for, where it runs there."""
+    moved = replace(original, device=device)
+    return moved if BACKENDS.get(original.backend).probe(machine, moved).ok else original
+
+
 def contenders(
-    plan: Plan, machine: Machine, baseline: str, recipe: Recipe | None = None
+    plan: Plan, machine: Machine, baseline: str, device: str, recipe: Recipe | None = None
 ) -> tuple[list[Variant], list[Candidate]]:
     """The variants to try, PyTorch as the baseline left out, and those that cannot run here with the reason.
 
@@ -44,19 +70,36 @@ def contenders(
                 f"{' and '.join(map(str, asked))} would be for comparison only: a bundle holds no PyTorch",
                 hint="add one it may hold, such as onnxruntime-fp32",
             )
-        return [variant for variant in dict.fromkeys(asked) if variant.backend != MODULE], []
+        return [variant for variant in dict.fromkeys(asked) if not _is_original(variant)], []
     wanted: list[Variant] = []
     unavailable: list[Candidate] = []
-    for backend in BACKENDS.all():
-        if backend.name == MODULE or not _is_made_from(backend.name, baseline):
-            continue
+    for backend in _fitting(baseline):
         support = backend.probe(machine)
-        if support.ok:
-            wanted += backend.variants(machine)
-        else:
+        offered = _offered(backend, machine)
+        here = [variant for variant in offered if variant.device == device]
+        wanted += [variant for variant in here if not _is_original(variant)]
+        if not support.ok:
             reason = support.reason + (f": {support.hint}" if support.hint else "")
             unavailable.append(Candidate(backend.name, Status.UNAVAILABLE, reason))
+        elif offered and not here:
+            others = " and ".join(dict.fromkeys(variant.device for variant in offered))
+            reason = f"it runs on {others}, not on {device}: --device {others}"
+            unavailable.append(Candidate(backend.name, Status.UNAVAILABLE, reason))
     return wanted, unavailable
+
+
+def _is_original(variant: Variant) -> bool:
+    """On whichever device, PyTorch in fp32 is what others are compared with."""
+    return variant.backend == MODULE and variant.precision is Precision.FP32
+
+
+def _fitting(baseline: str) -> Iterator[Backend]:
+    """The backends that can be made from a model of this kind."""
+    return (backend for backend in BACKENDS.all() if _is_made_from(backend.name, baseline))
+
+
+def _offered(backend: Backend, machine: Machine) -> Sequence[Variant]:
+    return backend.variants(machine) if backend.probe(machine).ok else ()
 
 
 def check_not_again(variant: Variant, came_in: Precision, recipe: Recipe | None) -> None:

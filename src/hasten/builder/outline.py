@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.backends.onnxruntime import stored_precision
-from hasten.builder.choose import GRAPH, MODULE, check_not_again, contenders
+from hasten.builder.choose import GRAPH, MODULE, check_not_again, contenders, device_of
 from hasten.builder.detect import detect_task, foresee
 from hasten.builder.search import lacking, ladder
 from hasten.builder.source import ModelDirectory, find_model
@@ -35,6 +35,8 @@ class Outline:
     target: Path
     # The backend that runs the original.
     baseline: str
+    # Whose variants contend, unless they were named.
+    device: str
     contenders: tuple[str, ...]
     # What is tried after them while there is time.
     further: tuple[str, ...]
@@ -74,7 +76,8 @@ def look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None
     )
     model = find_model(plan, with_weights=False, directory=directory)
     baseline = MODULE if model.graph is None else GRAPH
-    wanted, unavailable = contenders(plan, this_machine(), baseline, given.recipe)
+    device = device_of(plan, this_machine(), baseline)
+    wanted, unavailable = contenders(plan, this_machine(), baseline, device, given.recipe)
     task = detect_task(model, plan)
     notes = _check_given(given, plan, model, task)
     if baseline == MODULE:  # a graph may come quantized
@@ -96,7 +99,7 @@ def look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None
     if given.calibration is not None and not _calibrated((*wanted, *further), given, came_in):
         notes += ("--calibration is not used: nothing that is tried is calibrated",)
     names, later = (tuple(variant.name for variant in variants) for variants in (wanted, further))
-    return Outline(model.id, task.name, target, baseline, names, later, tuple(unavailable), notes), given
+    return Outline(model.id, task.name, target, baseline, device, names, later, tuple(unavailable), notes), given
 
 
 def _check_given(given: Given, plan: Plan, model: ModelDirectory, task: AnyTask) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """From the exported graph to the graphs that backends are made from: each pass exact, in this order, and recorded.
 
 exported ──fold──▶ ──┬──────────prune──▶ plain (every ONNX backend, and the bundle's own fp32 graph)
-                     └──fuse──▶ prune──▶ split norms──▶ fused (ONNX Runtime)
+                     └──fuse──▶ prune──┬────────────▶ joined (ONNX Runtime on GPUs)
+                                       └─split norms─▶ fused (ONNX Runtime)
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from hasten.graph import operators
 class Graphs:
     plain: Path
     fused: Path
+    # The same, before norms were taken apart.
+    joined: Path
     passes: tuple[Pass, ...]
 
     def by_dialect(self) -> dict[Dialect, Path]:
-        return {Dialect.ONNX: self.plain, Dialect.ORT: self.fused}
+        return {Dialect.ONNX: self.plain, Dialect.ORT: self.fused, Dialect.ORT_CUDA: self.joined}
 
 
 def apply_passes(
@@ -44,21 +47,21 @@ def apply_passes(
     folded, plain, whole, pruned, fused = (work / name / exported.name for name in names)
     for file in (folded, plain, whole, pruned, fused):
         file.parent.mkdir()
-    onnx, ort = ((made or {}).get(dialect, ()) for dialect in (Dialect.ONNX, Dialect.ORT))
+    onnx, ort, cuda = ((made or {}).get(dialect, ()) for dialect in (Dialect.ONNX, Dialect.ORT, Dialect.ORT_CUDA))
     is_folded = fold_types(exported, folded, external_data=external_data)
     notes = ("token types folded into the words",) if is_folded else ("no token types to fold",)
-    passes = [record("fold", exported, folded, variants=[*onnx, *ort], notes=notes)]
+    passes = [record("fold", exported, folded, variants=[*onnx, *ort, *cuda], notes=notes)]
     pruning = prune(folded, plain, external_data=external_data)
     passes.append(record("prune", folded, plain, variants=onnx, notes=pruning.notes()))
     # Fused first and pruned then: fusion knows attention only while queries, keys and values have the same rows.
     fusions = fuse(folded, whole, config, external_data=external_data, pads_left=pads_left)
-    passes.append(record("fuse", folded, whole, variants=ort, notes=fusions.notes(), left=fusions.left))
+    passes.append(record("fuse", folded, whole, variants=[*ort, *cuda], notes=fusions.notes(), left=fusions.left))
     pruning = prune(whole, pruned, external_data=external_data, plain=folded)
-    passes.append(record("prune", whole, pruned, variants=ort, notes=pruning.notes()))
+    passes.append(record("prune", whole, pruned, variants=[*ort, *cuda], notes=pruning.notes()))
     count = split_norms(pruned, fused, external_data=external_data)
     apart = [f"{count} norms apart from what is added before them"] if count else []
     passes.append(record("split norms", pruned, fused, variants=ort, notes=apart))
-    return Graphs(plain, fused, tuple(passes))
+    return Graphs(plain, fused, pruned, tuple(passes))
 
 
 def record(

@@ -14,6 +14,7 @@ from hasten.core.plan import Gate, Plan, Shapes
 from hasten.core.progress import Progress, step
 from hasten.core.report import Bench, Candidate, Status
 from hasten.core.tensors import Batch
+from hasten.core.variant import CPU, CUDA
 from hasten.measure.bench import bench
 from hasten.measure.verify import GRAPH, reverify
 from hasten.tasks import TASKS
@@ -39,7 +40,8 @@ def rebench(bundle: Bundle, shapes: Shapes, budget_s: float, threads: int | None
     with tempfile.TemporaryDirectory(prefix="hasten-") as work:
         try:
             with step(progress, f"load {bundle.manifest.model.id}"):
-                baseline = _original(bundle, Path(work))
+                device = CUDA if any(artifact.variant.device == CUDA for artifact in artifacts) else CPU
+                baseline = _original(bundle, Path(work), device)
         except HastenError as error:
             # Without the original the ratios are to its graph, and the table says so.
             baseline = bundle.graph()
@@ -64,7 +66,7 @@ def token_rows(bundle: Bundle) -> Batch:
     return task.encode(items, bundle.tokenizer(), task.options(spec, {})).batch
 
 
-def _original(bundle: Bundle, work: Path) -> Artifact:
+def _original(bundle: Bundle, work: Path, device: str) -> Artifact:
     about = bundle.manifest
     if about.model.revision is None and not Path(about.model.id).is_dir():
         raise PlanError(f"{about.model.id} is no longer there")
@@ -75,11 +77,12 @@ def _original(bundle: Bundle, work: Path) -> Artifact:
         pooling="+".join(about.task.pooling) or None,
         file_name=about.model.file,
     )
-    return make_original(plan, work)
+    return make_original(plan, work, device=device)
 
 
-def make_original(plan: Plan, work: Path, directory: Path | None = None) -> Artifact:
+def make_original(plan: Plan, work: Path, directory: Path | None = None, *, device: str = CPU) -> Artifact:
     """The model that a plan names, unchanged, as what can be opened; `directory` as in a build."""
+    from hasten.builder.choose import compared_with
     from hasten.builder.given import LoadedGraph, load_graph
     from hasten.builder.load import LoadedModel, load_model
     from hasten.builder.source import find_model
@@ -89,4 +92,5 @@ def make_original(plan: Plan, work: Path, directory: Path | None = None) -> Arti
         load_model(model, plan) if model.graph is None else load_graph(model, plan, work / "model.onnx")
     )
     (work / "original").mkdir()
-    return BACKENDS.get(loaded.baseline.backend).make(loaded.source, loaded.baseline, work / "original")
+    variant = compared_with(loaded.baseline, device, this_machine())
+    return BACKENDS.get(variant.backend).make(loaded.source, variant, work / "original")

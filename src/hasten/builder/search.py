@@ -11,7 +11,7 @@ from hasten.backends import Artifact
 from hasten.core.errors import HastenError
 from hasten.core.progress import Progress, step
 from hasten.core.report import Candidate, Status, Verdict
-from hasten.core.variant import Variant
+from hasten.core.variant import CPU, Variant
 from hasten.quantize.recipe import Method
 from hasten.quantize.ways import is_quantized, method_of, with_kept
 
@@ -42,7 +42,8 @@ _NEEDS = {Method.NNCF: "nncf"}
 
 def ladder(offered: Sequence[Variant]) -> tuple[list[Variant], list[Candidate]]:
     """What is tried after what backends offer by themselves, and what cannot be made for want of a package."""
-    backends = dict.fromkeys(variant.backend for variant in offered)
+    # They are for processors.
+    backends = dict.fromkeys(variant.backend for variant in offered if variant.device == CPU)
     names = [name for steps in (_LADDER, _LAST) for backend in backends for name in steps.get(backend, ())]
     wanted: list[Variant] = []
     refused: list[Candidate] = []

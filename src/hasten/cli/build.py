@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gate.add_argument("--max-drop", type=float, metavar="POINTS", help="largest loss of the metric; needs labels")
     gate.add_argument("--metric", metavar="NAME", help="the one --max-drop goes by: macro-f1, … (default: the task's)")
     parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="try these only: onnxruntime-fp32 …")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where it will run (default: the GPU where one can be used)"
+    )
     parser.add_argument("--keep", choices=("best", "all"), default="best", help="store the best two variants, or all")
     parser.add_argument("--recipe", metavar="TOML", help="make the variant of this recipe again, instead of searching")
     parser.add_argument("--budget", default="5m", metavar="TIME", help="time for the search (default: 5m)")
@@ -62,6 +65,7 @@ def main(args: argparse.Namespace) -> int:
             Range.of("--seq-len", tuple(args.seq_len)),
         ),
         variants=tuple(args.variants),
+        device=args.device,
         data=args.data,
         calibration=args.calibration,
         columns=parse_columns(args.columns) if args.columns is not None else {},
@@ -90,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
             console.out.print(f"try     {', '.join(about.contenders)}")
             if about.further:
                 console.out.print(f"then    {', '.join(about.further)}, as far as {args.budget} go")
-            console.out.print(f"against {about.baseline}")
+            console.out.print(f"against {about.baseline} on the {'CPU' if about.device == 'cpu' else 'GPU'}")
             for candidate in about.unavailable:
                 console.out.print(f"        [dim]not {candidate.variant}: {escape(candidate.reason)}[/]")
             console.out.print(f"write   {about.target}", highlight=False)

@@ -309,7 +309,8 @@ def print_notes(notes: Sequence[str], candidates: Sequence[Candidate]) -> None:
 
 def print_footprints(bench: Bench) -> None:
     table = plain_table("footprint")
-    for name in ("variant", "load", "memory", "size"):
+    has_gpu = any(entry.gpu_memory_bytes is not None for entry in bench.footprints)
+    for name in ("variant", "load", "memory", "size", *(["GPU memory"] if has_gpu else [])):
         table.add_column(name, justify="left" if name == "variant" else "right")
     for entry in bench.footprints:
         table.add_row(
@@ -317,6 +318,7 @@ def print_footprints(bench: Bench) -> None:
             f"{entry.load_ms / 1e3:.2f} s",
             _megabytes(entry.peak_memory_bytes),
             _megabytes(entry.size_bytes),
+            *([] if entry.gpu_memory_bytes is None else [_megabytes(entry.gpu_memory_bytes)]),
         )
     out.print(table)
 

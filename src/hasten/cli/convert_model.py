@@ -22,6 +22,7 @@ _GENERATION = "text-generation"
 _FP32 = ("onnxruntime-fp32",)
 # Dynamic quantization as it comes, and in the way that keeps most of the answers.
 _INT8 = ("onnxruntime-int8", "onnxruntime-int8+attention+smooth+split")
+_ON_GPU = ("onnxruntime-fp32@cuda", "onnxruntime-fp16@cuda")
 # Of one request. transformer-deploy sets no limit, and tritonserver wants one where it puts requests together.
 _LEAST_ROWS = 128
 
@@ -133,11 +134,24 @@ def _refuse(args: argparse.Namespace) -> None:
     if "onnx" not in args.backend:
         raise PlanError("PyTorch is timed in any case, and nothing else would be deployed", hint="--backend onnx")
     if args.device == "cuda":
-        raise UnsupportedError("the backend onnx runs on the CPU, not on 'cuda'", hint="-d cpu")
+        _refuse_on_gpu(args)
     if args.nb_threads < 1:
         raise PlanError(f"--nb-threads {args.nb_threads} is less than one")
     if args.nb_instances < 1:
         raise PlanError(f"--nb-instances {args.nb_instances} is less than one")
+
+
+def _refuse_on_gpu(args: argparse.Namespace) -> None:
+    from hasten.backends import BACKENDS
+    from hasten.core.hardware import this_machine
+    from hasten.core.variant import Variant
+
+    if args.quantization:
+        raise PlanError("int8 is for processors here, and --device is cuda", hint="leave -q out, or -d cpu")
+    support = BACKENDS.get("onnxruntime").probe(this_machine(), Variant.parse(_ON_GPU[0]))
+    if not support.ok:
+        reason = f"the backend onnx does not run on 'cuda' here: {support.reason}"
+        raise UnsupportedError(reason, hint=support.hint or "-d cpu")
 
 
 def _take_token(given: str | None) -> None:
@@ -159,7 +173,8 @@ def _order(args: argparse.Namespace) -> Order:
         pooling=args.pooling,
         file_name=args.file_name,
         shapes=Shapes(batch, sequence),
-        variants=(*_FP32, *(_INT8 if args.quantization else ())),
+        variants=_ON_GPU if args.device == "cuda" else (*_FP32, *(_INT8 if args.quantization else ())),
+        device=args.device,
         data=args.data,
         gate=Gate(min_agreement=args.min_agreement),
         bench_budget_s=parse_duration(args.bench_budget),

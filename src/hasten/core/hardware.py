@@ -105,6 +105,12 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def gpu_memory_used_bytes() -> int:
+    """By everyone, on all GPUs."""
+    used = _output("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    return sum(int(line) for line in used.splitlines() if line.strip().isdigit()) * 2**20
+
+
 def available_memory_bytes() -> int | None:
     """How much memory processes can still be given, by the system and by the limits of this one; None where unknown."""
     meminfo = Path("/proc/meminfo")

@@ -10,6 +10,7 @@ from itertools import product
 from hasten.core.errors import PlanError
 from hasten.core.targets import find_target
 from hasten.core.tensors import Shape
+from hasten.core.variant import CPU, CUDA
 
 
 class Keep(StrEnum):
@@ -118,6 +119,8 @@ class Plan:
     file_name: str | None = None
     shapes: Shapes = field(default_factory=Shapes)
     variants: tuple[str, ...] = ()
+    # Whose variants are tried: cpu or cuda; None stands for a GPU where there is one that can be used.
+    device: str | None = None
     data: str | None = None
     # Rows to quantize by, which need no labels; without them some of the data's are set aside.
     calibration: str | None = None
@@ -138,6 +141,10 @@ class Plan:
     def __post_init__(self) -> None:
         if self.target is not None:
             find_target(self.target)
+        if self.device not in (None, CPU, CUDA):
+            raise PlanError(f"unknown device '{self.device}'", hint=f"--device takes {CPU} or {CUDA}")
+        if self.device == CUDA and self.recipe is not None:
+            raise PlanError("a recipe makes int8 for processors, and --device is cuda", hint="leave one of them out")
         if self.threads is not None and self.threads < 1:
             raise PlanError(f"--threads {self.threads} is less than one")
         if not self.budget_s > 0:

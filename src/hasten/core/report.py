@@ -136,6 +136,8 @@ class Footprint:
     load_ms: float
     peak_memory_bytes: int
     size_bytes: int
+    # Of a GPU; None for a variant that runs on none.
+    gpu_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from enum import StrEnum
 from hasten.core.errors import PlanError
 
 CPU = "cpu"
+CUDA = "cuda"
 
 _NAME = re.compile(
     r"(?P<backend>[a-z0-9][a-z0-9_-]*)-(?P<precision>[a-z0-9]+)(?P<ways>(?:\+[a-z0-9]+)*)(?:@(?P<device>[a-z0-9:]+))?"

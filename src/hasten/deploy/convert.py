@@ -21,7 +21,7 @@ from hasten.core.plan import Plan
 from hasten.core.progress import Progress, Silent, step
 from hasten.core.report import Report
 from hasten.core.tensors import Batch, Outputs, tiled
-from hasten.core.variant import Precision, Variant
+from hasten.core.variant import CPU, Precision, Variant
 from hasten.deploy import written
 from hasten.deploy.tritonserver import Options, write_models
 from hasten.deploy.tritonserver.around import write_around
@@ -114,11 +114,11 @@ def convert(order: Order, output: Path, *, force: bool = False, progress: Progre
         directory = _with_tokenizer(plan, order.tokenizer, work / "model") if order.tokenizer else None
         bundle = build(plan, work / "bundle", progress=shown, directory=directory)
         entry = _deployed(bundle, order.measures.atol)
-        original = make_original(plan, work, directory)
+        original = make_original(plan, work, directory, device=entry.device)
         whose, engine = _ORIGINALS[original.variant.backend]
         engines = {
             engine: original,
-            "ONNX Runtime (FP32)": bundle.graph(),
+            "ONNX Runtime (FP32)": _plain(bundle, entry.device),
             "ONNX Runtime (optimized)": bundle.artifact(entry),
         }
         latencies = _race(engines, bundle, order.measures, shown)
@@ -150,6 +150,13 @@ def _deployed(bundle: Bundle, atol: float) -> VariantEntry:
     if nearest.agreement.max_error > atol:
         raise _too_far(nearest.name, nearest.agreement.max_error, atol)
     return next(entry for entry in found if entry.agreement.max_error <= atol)
+
+
+def _plain(bundle: Bundle, device: str) -> Artifact:
+    """ONNX Runtime in fp32 as one would have it: the graph alone, which is for processors, or what runs on the GPU."""
+    found = [entry for entry in bundle.manifest.variants if entry.device == device != CPU]
+    whole = next((entry for entry in found if entry.precision is Precision.FP32), None)
+    return bundle.graph() if whole is None else bundle.artifact(whole)
 
 
 def _too_far(engine: str, error: float, atol: float) -> AccuracyError:

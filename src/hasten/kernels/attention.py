@@ -31,6 +31,11 @@ def tiles(lengths: Any, rows: int) -> Any:
     """Which tokens a program asks for, as (first of its own, first and end of their sequence): no program is idle."""
     import numpy as np
 
+    if len(lengths) == 1:
+        firsts = np.arange(0, lengths[0], rows, dtype=np.int32)
+        lone = np.zeros((len(firsts), 3), np.int32)
+        lone[:, 0], lone[:, 2] = firsts, lengths[0]
+        return lone
     ends = np.cumsum(lengths)
     starts = ends - lengths
     counts = -(-np.asarray(lengths) // rows)

@@ -63,7 +63,7 @@ def embed(
         has_norm=norm is not None,
         block=triton.next_power_of_2(width),
         is_dependent=is_dependent,
-        num_warps=4,
+        num_warps=1,
         **launching(is_dependent),
     )
     return out

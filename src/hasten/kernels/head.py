@@ -10,8 +10,9 @@ import triton.language as tl
 
 from hasten.kernels.activation import gelu
 
-# Columns and rows of a program, which holds its weights while it goes through its rows.
-_COLUMNS, _ROWS = 16, 8
+# Rows from which on the tensor cores pay.
+_MANY = 64
+_COLUMNS, _ROWS, _DEPTH = 16, 16, 256
 
 
 def reference(x: Any, rows: Any | None, weight: Any, bias: Any, activation: str = "") -> Any:
@@ -27,8 +28,9 @@ def dense(x: Any, rows: Any | None, weight: Any, bias: Any, activation: str = ""
     count = x.shape[0] if rows is None else rows.shape[0]
     columns, width = weight.shape
     out = torch.empty((count, columns), dtype=torch.float32, device=x.device)
-    rows_at_once = min(_ROWS, triton.next_power_of_2(count))
-    _dense[(triton.cdiv(columns, _COLUMNS), triton.cdiv(count, rows_at_once))](
+    is_many = count > _MANY
+    block = triton.next_power_of_2(width)
+    _dense[(triton.cdiv(columns, _COLUMNS), triton.cdiv(count, _ROWS) if is_many else count)](
         x,
         x if rows is None else rows,
         weight,
@@ -40,9 +42,10 @@ def dense(x: Any, rows: Any | None, weight: Any, bias: Any, activation: str = ""
         width,
         has_rows=rows is not None,
         activation=activation,
-        block=triton.next_power_of_2(width),
+        is_many=is_many,
+        depth=min(_DEPTH, block) if is_many else block,
         columns_at_once=_COLUMNS,
-        rows_at_once=rows_at_once,
+        rows_at_once=_ROWS if is_many else 1,
         num_warps=4,
     )
     return out
@@ -61,29 +64,39 @@ def _dense(
     width,
     has_rows: tl.constexpr,
     activation: tl.constexpr,
-    block: tl.constexpr,
+    is_many: tl.constexpr,
+    depth: tl.constexpr,
     columns_at_once: tl.constexpr,
     rows_at_once: tl.constexpr,
 ):
-    """Without the tensor cores: there are few rows, and what they decide is worth full precision."""
+    """A row at a time, all of its depth at once; or many rows, some of it at a time, by the tensor cores."""
     column = tl.program_id(0) * columns_at_once + tl.arange(0, columns_at_once)
-    k = tl.arange(0, block)
-    is_column, is_k = column < columns, k < width
-    at = weight + column[:, None] * width + k[None, :]
-    weights = tl.load(at, mask=is_column[:, None] & is_k[None, :], other=0.0)
-    biases = tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
-    for step in tl.static_range(rows_at_once):
-        # Behind the last one, the last once more.
-        row = tl.minimum(tl.program_id(1) * rows_at_once + step, count - 1)
-        place = row
-        if has_rows:
-            place = tl.minimum(tl.load(rows + row), tokens - 1)
-        values = tl.load(x + place.to(tl.int64) * width + k, mask=is_k, other=0.0).to(tl.float32)
-        total = tl.sum(weights.to(tl.float32) * values[None, :], 1) + biases
-        if activation == "tanh":
-            total = 2.0 * tl.sigmoid(2.0 * total) - 1.0
-        elif activation == "relu":
-            total = tl.maximum(total, 0.0)
-        elif activation == "gelu":
-            total = gelu(total, False)
-        tl.store(out + row.to(tl.int64) * columns + column, total, mask=is_column)
+    row = tl.program_id(1) * rows_at_once + tl.arange(0, rows_at_once)
+    is_column, is_row = column < columns, row < count
+    place = row
+    if has_rows:
+        place = tl.minimum(tl.load(rows + row, mask=is_row, other=0), tokens - 1)
+    total = tl.zeros((rows_at_once, columns_at_once), tl.float32)
+    for start in range(0, width, depth):
+        k = start + tl.arange(0, depth)
+        is_k = k < width
+        at = x + place[:, None].to(tl.int64) * width + k[None, :]
+        values = tl.load(at, mask=is_row[:, None] & is_k[None, :], other=0.0)
+        there = weight + column[:, None].to(tl.int64) * width + k[None, :]
+        weights = tl.load(there, mask=is_column[:, None] & is_k[None, :], other=0.0)
+        # Halves are multiplied exactly in both ways; what comes in full precision, from a layer before, keeps it.
+        if not is_many:
+            total += tl.sum(values.to(tl.float32) * weights.to(tl.float32), 1)[None, :]
+        elif values.dtype == weights.dtype:
+            total = tl.dot(values, weights.T, total, input_precision="ieee")
+        else:
+            total = tl.dot(values, weights.to(values.dtype).T, total, input_precision="tf32x3")
+    total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if activation == "tanh":
+        total = 2.0 * tl.sigmoid(2.0 * total) - 1.0
+    elif activation == "relu":
+        total = tl.maximum(total, 0.0)
+    elif activation == "gelu":
+        total = gelu(total, False)
+    at = out + row[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(at, total, mask=is_row[:, None] & is_column[None, :])

@@ -35,7 +35,7 @@ def layer_norm(
     out = torch.empty((rows, width), dtype=scale.dtype, device=x.device)
     block = triton.next_power_of_2(width)
     # A few rows a program: one alone is over before it is launched.
-    per_program = max(1, 4096 // block)
+    per_program = max(1, min(4, 4096 // block))
     _norm[(triton.cdiv(rows, per_program),)](
         x,
         x if bias is None else bias,
@@ -51,7 +51,7 @@ def layer_norm(
         block=block,
         per_program=per_program,
         is_dependent=is_dependent,
-        num_warps=4,
+        num_warps=2 if block <= 512 else 4,
         **launching(is_dependent),
     )
     return out

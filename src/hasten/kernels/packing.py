@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,34 +66,45 @@ def parts(lengths: IntArray, picked: IntArray | None = None) -> list[IntArray]:
 
 def places_of(batch: Batch, first_place: int) -> IntArray:
     """Of each token in its sequence. RoBERTa, which counts from behind its padding, gives a padding token none."""
-    tokens = batch.tokens
-    starts = np.repeat(np.cumsum(batch.lengths) - batch.lengths, batch.lengths)
+    places = np.arange(first_place, first_place + batch.tokens)
     is_padding = batch.values["input_ids"] == first_place - 1
-    if not is_padding.any():
-        return np.arange(tokens) - starts + first_place
+    has_padding = bool(first_place) and bool(is_padding.any())
+    if len(batch) == 1 and not has_padding:
+        return places
+    starts = np.repeat(np.cumsum(batch.lengths) - batch.lengths, batch.lengths)
+    if not has_padding:
+        return places - starts
     counts = np.concatenate(([0], np.cumsum(~is_padding)))
     return np.where(is_padding, 0, counts[1:] - counts[starts]) + first_place - 1
 
 
-def pack(batch: Batch, bucket: Bucket, places: IntArray, picked: IntArray | None = None) -> IntArray:
-    """All that a batch is, in one array, so that one copy takes it to the device; `unpack` finds the parts."""
-    lengths, tokens, room = batch.lengths, batch.tokens, bucket.tokens
-    ends = np.cumsum(lengths)
-    whole = np.zeros(sum(bucket.sizes), np.int32)
-    ids, where, kinds, sequence, starts, work, chosen = np.split(whole, np.cumsum(bucket.sizes)[:-1])
+def pack(whole: IntArray, batch: Batch, bucket: Bucket, places: IntArray, picked: IntArray | None = None) -> None:
+    """All that a batch is into one array, which one copy takes to the device; `unpack` finds the parts.
+
+    Of what stood there before, words, places and kinds may stay where nobody looks.
+    """
+    lengths, tokens, count = batch.lengths, batch.tokens, len(batch)
+    ids, where, kinds, sequence, starts, work, chosen = (whole[part] for part in _slices(bucket))
     ids[:tokens] = batch.values["input_ids"]
     where[:tokens] = places
-    if "token_type_ids" in batch.values:
-        kinds[:tokens] = batch.values["token_type_ids"]
-    sequence[:tokens] = np.repeat(np.arange(len(batch)), lengths)
-    sequence[tokens:room] = -1
-    starts[1 : len(batch) + 1] = ends
-    starts[len(batch) + 1 :] = tokens
+    kinds[:tokens] = batch.values.get("token_type_ids", 0)
+    sequence[:tokens] = np.repeat(np.arange(count), lengths) if count > 1 else 0
+    sequence[tokens:] = -1
+    starts[0] = 0
+    starts[1 : count + 1] = np.cumsum(lengths)
+    starts[count + 1 :] = tokens
     found = tiles(lengths, TILE)
     work[: found.size] = found.ravel()
+    work[found.size :] = 0
     if picked is not None:
         chosen[: len(picked)] = picked
-    return whole
+        chosen[len(picked) :] = 0
+
+
+@lru_cache(maxsize=1024)
+def _slices(bucket: Bucket) -> tuple[slice, ...]:
+    ends = [0, *accumulate(bucket.sizes)]
+    return tuple(slice(begin, end) for begin, end in pairwise(ends))
 
 
 def unpack(whole: Any, bucket: Bucket) -> Packed:

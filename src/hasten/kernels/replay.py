@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from hasten.core.tensors import IntArray
 from hasten.kernels.packing import Bucket
 
+# Writes a batch into the array it is given, with `packing.pack`.
+Fill = Callable[[IntArray], None]
 # Each holds some of the driver's memory.
 _MOST_GRAPHS = 256
 
@@ -28,23 +31,25 @@ class Replay:
         self._graphs: dict[Bucket, _Graph] = {}
         self._used_stream = self.stream
 
-    def __call__(self, packed: IntArray, bucket: Bucket) -> Any:
+    def __call__(self, bucket: Bucket, fill: Fill) -> Any:
         """The results on the host, until the next call; on the CPU, through Triton's interpreter, for tests."""
         if self.stream is None:
-            return self.on_device(packed, bucket).numpy()
-        return self._graph(bucket)(packed)
+            return self.on_device(bucket, fill).numpy()
+        return self._graph(bucket)(fill)
 
-    def on_device(self, packed: IntArray, bucket: Bucket) -> Any:
+    def on_device(self, bucket: Bucket, fill: Fill) -> Any:
         """The results where they are, for what is queued next on the caller's stream, until the next call."""
         if self.stream is None:
+            whole = np.zeros(sum(bucket.sizes), np.int32)
+            fill(whole)
             with torch.inference_mode():
-                return self._compute(torch.from_numpy(packed), bucket)
+                return self._compute(torch.from_numpy(whole), bucket)
         stream = torch.cuda.current_stream(self._device)
         if stream != self._used_stream:
             # All buckets share their memory, and another stream may be at work in it.
             stream.wait_stream(self._used_stream)
             self._used_stream = stream
-        return self._graph(bucket).queue(packed, stream)
+        return self._graph(bucket).queue(fill, stream)
 
     def clear(self) -> None:
         self._graphs.clear()
@@ -107,16 +112,16 @@ class _Graph:
         self._here, self._back = here.numpy(), back
         self._is_done = torch.cuda.Event()
 
-    def __call__(self, packed: IntArray) -> Any:
-        self._here[:] = packed
+    def __call__(self, fill: Fill) -> Any:
+        fill(self._here)
         self.replay()
         self._stream.synchronize()
         return self._back.numpy()
 
-    def queue(self, packed: IntArray, stream: Any) -> Any:
+    def queue(self, fill: Fill, stream: Any) -> Any:
         """On the current stream, without waiting for anything but that the batch before it was taken."""
         self._is_done.synchronize()
-        self._here[:] = packed
+        fill(self._here)
         self._graph.replay()
         self._is_done.record(stream)
         return self._back

@@ -112,7 +112,8 @@ def _few_tokens(encoder: Encoder) -> int:
     for tokens in sizes(encoder.few_tokens):
         lone = Batch({"input_ids": np.zeros(tokens, np.int32)}, np.array([tokens], np.int32))
         bucket = Bucket.of(lone.lengths)
-        packed = pack(lone, bucket, places_of(lone, encoder.geometry.first_place))
+        packed = np.zeros(sum(bucket.sizes), np.int32)
+        pack(packed, lone, bucket, places_of(lone, encoder.geometry.first_place))
         batch = unpack(torch.from_numpy(packed).cuda(), bucket)
         few, many = partial(encoder.few, batch), partial(encoder.many, batch)
         if seconds(few) > seconds(many):

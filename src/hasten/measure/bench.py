@@ -232,6 +232,7 @@ class Lane:
         self._command = command
         self._threads = threads
         self._peak = 0
+        self._gpu_memory_bytes: int | None = None
         self.cpu_s = 0.0
         self._counts: dict[str, int] = {}
 
@@ -281,13 +282,15 @@ class Lane:
         return self._run(Turn(str(shape), warm=_WARM_RUNS if count > 1 else 0, count=count))
 
     def footprint(self) -> Footprint:
-        return Footprint(self.artifact.variant.name, self._load_ms, self._peak, self.artifact.size_bytes)
+        artifact = self.artifact
+        return Footprint(artifact.variant.name, self._load_ms, self._peak, artifact.size_bytes, self._gpu_memory_bytes)
 
     def _run(self, turn: Turn) -> list[float]:
         times = self._ask(turn, Times)
         if times.error is not None:
             raise StageError(f"{self.artifact.variant} failed in the benchmark at {turn.shape}: {times.error}")
         self._peak = times.peak_memory_bytes
+        self._gpu_memory_bytes = times.gpu_memory_bytes
         self.cpu_s = times.cpu_s
         return times.ms
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import BinaryIO
 
 import msgspec
@@ -18,9 +20,9 @@ import numpy as np
 
 from hasten.backends import BACKENDS, Artifact, RunOptions
 from hasten.core.errors import HastenError
-from hasten.core.hardware import peak_memory_bytes
+from hasten.core.hardware import gpu_memory_used_bytes, peak_memory_bytes
 from hasten.core.tensors import Batch, Signature
-from hasten.core.variant import Variant
+from hasten.core.variant import CPU, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,23 @@ class Times:
     peak_memory_bytes: int
     cpu_s: float
     error: str | None = None
+    gpu_memory_bytes: int | None = None
+
+
+class _GpuMemory:
+    """What this process takes of it while it is watched: the others stand still meanwhile."""
+
+    def __init__(self, device: str) -> None:
+        self.taken_bytes = None if device == CPU else 0
+
+    def __enter__(self) -> None:
+        self._before = 0 if self.taken_bytes is None else gpu_memory_used_bytes()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.taken_bytes is not None:
+            self.taken_bytes += gpu_memory_used_bytes() - self._before
 
 
 def main() -> None:
@@ -69,9 +88,12 @@ def main() -> None:
     requests = sys.stdin.buffer
     opening = msgspec.json.decode(requests.readline(), type=Opening)
     artifact = Artifact(opening.variant, opening.signature, Path(opening.directory), opening.graphs)
-    start = time.perf_counter()
-    session = BACKENDS.get(opening.variant.backend).open(artifact, RunOptions(opening.threads))
-    _reply(replies, Opened((time.perf_counter() - start) * 1e3, session.spec.precision))
+    gpu_memory = _GpuMemory(opening.variant.device)
+    with gpu_memory:
+        start = time.perf_counter()
+        session = BACKENDS.get(opening.variant.backend).open(artifact, RunOptions(opening.threads))
+        load_ms = (time.perf_counter() - start) * 1e3
+    _reply(replies, Opened(load_ms, session.spec.precision))
     batches: dict[str, Batch] = {}
     for line in requests:
         turn = msgspec.json.decode(line, type=Turn)
@@ -81,16 +103,18 @@ def main() -> None:
         batch = batches[turn.shape]
         times: list[float] = []
         error = None
-        try:
-            for _ in range(turn.warm):
-                session.run(batch)
-            for _ in range(turn.count):
-                begin = time.perf_counter()
-                session.run(batch)
-                times.append((time.perf_counter() - begin) * 1e3)
-        except HastenError as failure:
-            error = str(failure)
-        _reply(replies, Times(times, peak_memory_bytes(), time.process_time(), error))
+        # A shape takes all its memory when it is new.
+        with gpu_memory if turn.rows is not None else nullcontext():
+            try:
+                for _ in range(turn.warm):
+                    session.run(batch)
+                for _ in range(turn.count):
+                    begin = time.perf_counter()
+                    session.run(batch)
+                    times.append((time.perf_counter() - begin) * 1e3)
+            except HastenError as failure:
+                error = str(failure)
+        _reply(replies, Times(times, peak_memory_bytes(), time.process_time(), error, gpu_memory.taken_bytes))
 
 
 def _reply(stream: BinaryIO, message: object) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from hasten.core.errors import StageError
 from hasten.graph import read_graph
 from hasten.quantize.calibration import Calibration
-from hasten.quantize.session import open_changed
+from hasten.quantize.session import open_changed, tensor_types
 
 # Half of what fp16 holds: other texts may reach further than these.
 _LIMIT = float(np.finfo(np.float16).max) / 2
@@ -75,7 +75,7 @@ def _size(values: Any) -> float:
 
 def _activations(model: Any, folder: Path, calibration: Calibration) -> Iterator[tuple[str, float]]:
     """The largest of every tensor in every batch, found in the graph itself: only single numbers leave it."""
-    names = _measure(model)
+    names = _measure(model, folder)
     try:
         session = open_changed(model, folder)
         taken = [entry.name for entry in session.get_inputs()]
@@ -86,13 +86,12 @@ def _activations(model: Any, folder: Path, calibration: Calibration) -> Iterator
         raise StageError(f"how large values become cannot be measured: {error}") from error
 
 
-def _measure(model: Any) -> list[str]:
+def _measure(model: Any, folder: Path) -> list[str]:
     """Give the graph other outputs: of each tensor of floats its two ends. Returns the names of those tensors."""
     import onnx
 
-    inferred = onnx.shape_inference.infer_shapes(model).graph
-    kinds = {entry.name: entry.type.tensor_type.elem_type for entry in (*inferred.value_info, *inferred.output)}
-    names = [name for node in model.graph.node for name in node.output if kinds.get(name) == onnx.TensorProto.FLOAT]
+    kinds = tensor_types(model, folder)
+    names = [name for node in model.graph.node for name in node.output if kinds.get(name) == "tensor(float)"]
     del model.graph.output[:]
     for place, name in enumerate(names):
         for kind in _ENDS:

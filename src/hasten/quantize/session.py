@@ -31,6 +31,21 @@ def open_changed(model: Any, folder: Path) -> Any:
         raise StageError(f"the graph does not open: {error}") from error
 
 
+def tensor_types(model: Any, folder: Path) -> dict[str, str]:
+    """Of all that nodes write, as ONNX Runtime infers them: `tensor(float)`; onnx does not know its operators."""
+    import onnx
+
+    outputs = model.graph.output
+    count = len(outputs)
+    known = {entry.name for entry in outputs}
+    written = [name for node in model.graph.node for name in node.output if name and name not in known]
+    outputs.extend(onnx.ValueInfoProto(name=name) for name in written)
+    try:
+        return {entry.name: entry.type for entry in open_changed(model, folder).get_outputs()}
+    finally:
+        del outputs[count:]
+
+
 def _apart(model: Any) -> tuple[Any, dict[str, Any]]:
     """The graph with weights that are said to lie elsewhere, and those weights: protobuf ends at 2 GiB."""
     import onnx

@@ -9,8 +9,9 @@ from string import Template
 
 import numpy as np
 
+from hasten.core.variant import CUDA
 from hasten.deploy.tritonserver.client import LENGTH, binary_body
-from hasten.deploy.tritonserver.options import CUDA, Options, Repository, Runtime
+from hasten.deploy.tritonserver.options import Options, Repository, Runtime
 from hasten.tasks import TaskSpec
 
 BODY = "query_body.bin"

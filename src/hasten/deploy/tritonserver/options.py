@@ -11,10 +11,9 @@ from hasten.backends import Artifact
 from hasten.bundle import Bundle
 from hasten.bundle.read import GRAPH_BACKEND
 from hasten.core.errors import PlanError, UnsupportedError
-from hasten.core.variant import CPU, Precision
+from hasten.core.variant import CPU, CUDA, Precision, Variant
 from hasten.deploy.tritonserver.pbtxt import Tensor
 
-CUDA = "cuda"
 DEVICES = (CPU, CUDA)
 # Stricter than tritonserver: names are also parts of addresses, paths and file names of other tools.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -113,36 +112,34 @@ def choose(bundle: Bundle, options: Options) -> Artifact:
         return _required(graph, options)
     if options.variant is not None:
         entry = bundle.entry(options.variant)
-        reason = _why_not(entry.backend, entry.precision, options)
+        reason = _why_not(entry.variant, options)
         if reason is not None:
-            others = [
-                other.name
-                for other in bundle.manifest.variants
-                if _why_not(other.backend, other.precision, options) is None
-            ]
+            others = [other.name for other in bundle.manifest.variants if _why_not(other.variant, options) is None]
             hint = f"of this bundle it runs {', '.join(others)}" if others else "without --variant it runs the graph"
             raise UnsupportedError(f"{entry.name} does not run there: {reason}", hint=hint)
         return bundle.artifact(entry)
-    if options.runtime is Runtime.NATIVE and options.device == CUDA:
-        # What was fused for processors was never tried on a GPU; there ONNX Runtime fuses the graph itself.
-        return _required(graph, options)
     for entry in bundle.manifest.variants:
-        if _why_not(entry.backend, entry.precision, options) is None:
+        # What was fused for processors was never tried on a GPU; there ONNX Runtime fuses the graph itself.
+        is_tried = options.device != CUDA or entry.device == CUDA
+        if is_tried and _why_not(entry.variant, options) is None:
             return bundle.artifact(entry)
     return _required(graph, options)
 
 
 def _required(graph: Artifact, options: Options) -> Artifact:
-    if (reason := _why_not(graph.variant.backend, graph.variant.precision, options)) is not None:
+    if (reason := _why_not(graph.variant, options)) is not None:
         raise UnsupportedError(f"the bundle's graph does not run there: {reason}")
     return graph
 
 
-def _why_not(backend: str, precision: Precision, options: Options) -> str | None:
+def _why_not(variant: Variant, options: Options) -> str | None:
+    backend, precision = variant.backend, variant.precision
     if backend not in _RUNS[options.runtime]:
         runs = _RUNS[Runtime.PYTHON]
         also = ", with --runtime python it does" if options.runtime is Runtime.NATIVE and backend in runs else ""
         return f"--runtime {options.runtime} does not run {backend}{also}"
     if options.device == CUDA and precision in (Precision.INT8, Precision.INT4):
         return f"its {precision} operators are for processors"
+    if variant.device == CUDA and options.device != CUDA:
+        return "it is for GPUs: --device cuda"
     return None

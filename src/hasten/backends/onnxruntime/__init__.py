@@ -1,8 +1,7 @@
-"""ONNX Runtime on the CPU."""
+"""ONNX Runtime, on the CPU and on NVIDIA GPUs."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -12,31 +11,37 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from hasten.backends import (
     MODEL,
     Artifact,
     Dialect,
-    PaddedSession,
     RunOptions,
     Session,
     Source,
     probe_packages,
 )
+from hasten.backends.onnxruntime.cuda import CudaSession, check_placements, load_libraries, probe_provider
+from hasten.backends.onnxruntime.session import (
+    CPU_PROVIDER,
+    CUDA_PROVIDER,
+    CpuSession,
+    executed,
+    placements,
+    settings,
+)
 from hasten.core.errors import StageError
 from hasten.core.execution import Execution, Step, Trial, origin
 from hasten.core.hardware import Machine
 from hasten.core.probe_graph import INPUT, WIDTH, probe_graph
-from hasten.core.tensors import Batch, Layout, Outputs, SessionSpec, Shape, pad, unpad
-from hasten.core.variant import CPU, Precision, Support, Variant
+from hasten.core.tensors import Batch, Shape, pad
+from hasten.core.variant import CPU, CUDA, Precision, Support, Variant
 
 _OFFERED = (Precision.FP32, Precision.INT8)
-_PRECISIONS = (*_OFFERED, Precision.INT4)
-_ERRORS_ONLY = 3
-_CPU = "CPUExecutionProvider"
-# It would put norms back together with the additions before them, into a kernel that is slower than the two.
-_UNWANTED = ["SkipLayerNormFusion"]
+_PRECISIONS = {
+    CPU: (*_OFFERED, Precision.INT4),
+    CUDA: (Precision.FP16, Precision.FP32),
+}
 
 
 class OnnxRuntime:
@@ -47,14 +52,20 @@ class OnnxRuntime:
     is_stored = True
 
     def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
-        if variant is not None and variant.device != CPU:
-            return Support.no(f"it runs on the CPU, not on '{variant.device}'")
-        if variant is not None and variant.precision not in _PRECISIONS:
-            return Support.no(f"its CPU kernels do not compute in {variant.precision}")
-        return probe_packages(self)
+        if variant is not None and variant.device not in _PRECISIONS:
+            return Support.no(f"it runs on '{CPU}' and on '{CUDA}', not on '{variant.device}'")
+        if variant is not None and variant.precision not in _PRECISIONS[variant.device]:
+            return Support.no(f"its kernels for '{variant.device}' do not compute in {variant.precision}")
+        support = probe_packages(self)
+        is_elsewhere = variant is not None and variant.device == CUDA
+        return probe_provider(machine) if support.ok and is_elsewhere else support
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
-        return [Variant(self.name, precision) for precision in _OFFERED]
+        on_gpu = [Variant(self.name, precision, CUDA) for precision in _PRECISIONS[CUDA]]
+        return [
+            *(Variant(self.name, precision) for precision in _OFFERED),
+            *(variant for variant in on_gpu if self.probe(machine, variant).ok),
+        ]
 
     def make(self, source: Source, variant: Variant, directory: Path) -> Artifact:
         """The graph comes fused and quantized; here it only moves, its external data with it."""
@@ -66,19 +77,25 @@ class OnnxRuntime:
             for file in (path, *path.parent.glob(f"{path.name}.data*")):
                 shutil.copy2(file, directory / file.name)
             graphs[name] = path.name
-        return Artifact(variant, source.signature, directory, graphs)
+        artifact = Artifact(variant, source.signature, directory, graphs)
+        if variant.device == CUDA:
+            check_placements(artifact)
+        return artifact
 
     def open(self, artifact: Artifact, options: RunOptions) -> Session:
-        return _Session(artifact, options)
+        return _open(artifact, options)
 
     def executions(self, artifact: Artifact) -> Sequence[Execution]:
         """A small batch with the profiler on, which writes down the provider of every kernel that ran."""
-        with tempfile.TemporaryDirectory(prefix="hasten-") as work, _Session(artifact, RunOptions(1), work) as session:
+        with (
+            tempfile.TemporaryDirectory(prefix="hasten-") as work,
+            _open(artifact, RunOptions(1), work) as session,
+        ):
             session.warm([Shape(1, 8)])
-            return _profiled(session._session)
+            return executed(placements(session.runtime))
 
     def first_non_finite(self, artifact: Artifact, batch: Batch) -> str | None:
-        """Every tensor an output."""
+        """Every tensor an output; on the CPU, where what leaves the range of fp16 does so too."""
         import numpy as np
         import onnx
         import onnxruntime
@@ -88,11 +105,11 @@ class OnnxRuntime:
         nodes, outputs = model.graph.node, [entry.name for entry in model.graph.output]
         inner = [name for node in nodes for name in node.output if name and name not in outputs]
         model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
-        settings = _settings(1)
-        settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph.parent))
+        options = settings(1)
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph.parent))
         feeds = pad(batch, artifact.signature)
         try:
-            session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=[_CPU])
+            session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[CPU_PROVIDER])
             taken = {entry.name: feeds[entry.name] for entry in session.get_inputs()}
             found = dict(zip([*outputs, *inner], session.run([*outputs, *inner], taken), strict=True))
         except Exception as error:  # the binding raises its own unrelated classes
@@ -107,62 +124,9 @@ class OnnxRuntime:
         return [_trial(provider, machine) for provider in onnxruntime.get_available_providers()]
 
 
-class _Session(PaddedSession):
-    def __init__(self, artifact: Artifact, options: RunOptions, profile: str | None = None) -> None:
-        import onnxruntime
-
-        settings = _settings(options.thread_count, profile)
-        try:
-            session = onnxruntime.InferenceSession(
-                str(artifact.path(MODEL)), settings, providers=[_CPU], disabled_optimizers=_UNWANTED
-            )
-        except Exception as error:  # the binding raises its own unrelated classes
-            raise StageError(f"ONNX Runtime cannot load {artifact.variant}: {error}") from error
-        self._session: Any = session
-        self._outputs = [spec.name for spec in artifact.signature.outputs]
-        # What the graph file says it takes decides, since a fused graph may take 32-bit ids.
-        self._feeds = {entry.name for entry in session.get_inputs()}
-        # Proven when it was made (stored_precision); the bundle's hashes keep it so.
-        self.spec = SessionSpec(artifact.signature, Layout.PADDED, CPU, artifact.variant.precision)
-
-    def close(self) -> None:
-        self._session = None
-
-    def run_padded(self, batch: Batch) -> Outputs:
-        if self._session is None:
-            raise StageError("the session is closed")
-        feeds = pad(batch, self.spec.signature)
-        try:
-            results = self._session.run(
-                self._outputs, {name: value for name, value in feeds.items() if name in self._feeds}
-            )
-        except Exception as error:
-            raise StageError(f"ONNX Runtime failed on a batch of {len(batch)}: {error}") from error
-        return unpad(dict(zip(self._outputs, results, strict=True)), batch, self.spec.signature)
-
-
-def _settings(threads: int, profile: str | None = None) -> Any:
-    import onnxruntime
-
-    settings = onnxruntime.SessionOptions()
-    settings.intra_op_num_threads = threads
-    settings.inter_op_num_threads = 1
-    settings.log_severity_level = _ERRORS_ONLY
-    if profile is not None:
-        settings.enable_profiling = True
-        settings.profile_file_prefix = f"{profile}/profile"
-    return settings
-
-
-def _profiled(session: Any) -> tuple[Execution, ...]:
-    """Who executed what, as the profile of the one run says."""
-    events = json.loads(Path(session.end_profiling()).read_bytes())
-    ran = Counter(
-        (event["args"]["op_name"], event["args"]["provider"])
-        for event in events
-        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")
-    )
-    return tuple(Execution(operator, provider, count) for (operator, provider), count in ran.most_common())
+def _open(artifact: Artifact, options: RunOptions, profile: str | None = None) -> CpuSession | CudaSession:
+    on = CudaSession if artifact.variant.device == CUDA else CpuSession
+    return on(artifact, options, profile)
 
 
 def _trial(provider: str, machine: Machine) -> Trial:
@@ -170,25 +134,27 @@ def _trial(provider: str, machine: Machine) -> Trial:
     import numpy as np
     import onnxruntime
 
-    is_wanted = provider == _CPU or (provider == "CUDAExecutionProvider" and bool(machine.gpus))
+    is_wanted = provider == CPU_PROVIDER or (provider == CUDA_PROVIDER and bool(machine.gpus))
     with tempfile.TemporaryDirectory(prefix="hasten-") as work:
-        settings = _settings(1, work)
+        options = settings(1, work)
+        if provider == CUDA_PROVIDER:
+            load_libraries()
         # As they are in the graph, so that each is seen.
-        settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         printed = Path(work) / "stderr"
         try:
             with _stderr_into(printed):
-                session = onnxruntime.InferenceSession(probe_graph(), settings, providers=[provider])
+                session = onnxruntime.InferenceSession(probe_graph(), options, providers=[provider])
                 session.run(None, {INPUT: np.ones((2, WIDTH), np.float32)})
-            executed = _profiled(session)
+            ran = executed(placements(session))
         except Exception as error:  # the binding raises its own unrelated classes
             return Trial(provider, is_ok=not is_wanted, note=str(error).strip().partition("\n")[0] or repr(error))
         reason = re.search(r"with error: (.+)", printed.read_text(errors="replace"))
-    has_run = any(execution.on == provider for execution in executed)
+    has_run = any(execution.on == provider for execution in ran)
     note = "" if has_run else "it executes none of them"
     if provider not in session.get_providers():
         note = f"it does not start: {reason[1] if reason else 'ONNX Runtime does not say why'}"
-    return Trial(provider, executed, has_run or not is_wanted, note)
+    return Trial(provider, ran, has_run or not is_wanted, note)
 
 
 @contextmanager

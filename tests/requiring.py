@@ -1,0 +1,25 @@
+"""`--require NAME`: on a machine that has a thing, a test that is skipped for want of it has failed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TypeVar
+
+import pytest
+
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+
+def judged(report: Report, names: Iterable[str]) -> Report:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if (name := lacking(reason, names)) is not None:
+            report.outcome = "failed"
+            report.longrepr = f"--require {name}: {reason}"
+    return report
+
+
+def lacking(reason: str, names: Iterable[str]) -> str | None:
+    """The first of the names that the reason for a skip speaks of."""
+    return next((name for name in names if re.search(rf"\b{re.escape(name)}\b", reason, re.IGNORECASE)), None)
