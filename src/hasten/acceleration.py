@@ -183,7 +183,7 @@ class FusedForward:
 
         given = {_IDS: ids}
         if mask is not None:
-            given[_MASK] = (mask != 0).to(ids.dtype)
+            given[_MASK] = mask if mask.dtype == ids.dtype else (mask != 0).to(ids.dtype)
         if types is not None and "kinds" in self._weights:
             given[_TYPES] = types.to(ids.dtype)
         # To the host in one copy, which is the one wait: how tokens are packed is decided there.

@@ -49,6 +49,9 @@ class Replay:
             # All buckets share their memory, and another stream may be at work in it.
             stream.wait_stream(self._used_stream)
             self._used_stream = stream
+        if bucket not in self._graphs:
+            # What is recorded is run before, and shares the libraries' workspaces with what may still be at work.
+            self.stream.wait_stream(stream)
         return self._graph(bucket).queue(fill, stream)
 
     def clear(self) -> None:
