@@ -5,13 +5,16 @@ from __future__ import annotations
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hasten.backends import Dialect
+from hasten.backends import MODEL, Artifact, Dialect
 from hasten.bundle import Bundle
+from hasten.core.tensors import DType
+from hasten.core.variant import Precision, Variant
 
 Loader = Callable[..., Any]
 
@@ -50,6 +53,44 @@ def make_graphs() -> Callable[..., dict[Dialect, Path]]:
 def classifier_bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     target = tmp_path_factory.mktemp("operate") / "classifier"
     return quick_build(tiny_classifier("bert"), target, variants=["onnxruntime-fp32"])
+
+
+@pytest.fixture(scope="session")
+def engine_bundle(classifier_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The same with an engine in front, which no TensorRT has built: what is deployed of it is only copied."""
+    import msgspec
+
+    from hasten.backends.tensorrt.planning import Order, Place, Record, profiles
+    from hasten.bundle.read import TOKENIZER
+    from hasten.bundle.write import BundleWriter
+
+    folder = tmp_path_factory.mktemp("operate")
+    manifest, reference = classifier_bundle.manifest, classifier_bundle.reference()
+    order = Order(profiles(classifier_bundle.report.plan.shapes, manifest.signature.max_length))
+    # Other types than the manifest says, and one input less: the engine has the last word.
+    inputs = {"input_ids": DType.INT64, "attention_mask": DType.INT64}
+    place = Place("NVIDIA H200", "9.0", "11.4.0")
+    record = Record(place, order, Precision.FP16, inputs, {"logits": DType.FLOAT16})
+    engine = Artifact(Variant.parse("tensorrt-fp16@cuda"), manifest.signature, folder / "engine", {MODEL: "model.plan"})
+    engine.directory.mkdir()
+    for name, content in (("plan", b"engine"), ("onnx", b"graph"), ("json", msgspec.json.encode(record))):
+        (engine.directory / f"model.{name}").write_bytes(content)
+    entry = replace(
+        manifest.chosen,
+        name=engine.variant.name,
+        backend="tensorrt",
+        precision=Precision.FP16,
+        device="cuda",
+        graphs=dict(engine.graphs),
+    )
+    with BundleWriter(folder / "bundle") as writer:
+        writer.add_graph(classifier_bundle.graph().path())
+        for artifact in (engine, classifier_bundle.artifact(manifest.chosen)):
+            writer.add_variant(artifact)
+        writer.add_tokenizer(classifier_bundle.path / TOKENIZER)
+        writer.add_reference(reference.rows, reference.outputs)
+        writer.add_report(classifier_bundle.report)
+        return writer.commit(replace(manifest, variants=(entry, *manifest.variants)))
 
 
 @pytest.fixture(scope="session")

@@ -148,7 +148,13 @@ class Attempts:
             if not is_openvino:
                 self.passes.append(record("quantize", graph, quantized, variants=[variant.name]))
             graph = quantized
-        source = Source(self.loaded.signature, {MODEL: graph})
+        workspace = self.plan.workspace_mib
+        source = Source(
+            self.loaded.signature,
+            {MODEL: graph},
+            shapes=self.plan.shapes,
+            workspace_bytes=workspace * 2**20 if workspace is not None else None,
+        )
         return self._guarded(variant, source) if variant.precision is Precision.FP16 else source
 
     def _guarded(self, variant: Variant, source: Source) -> Source:
