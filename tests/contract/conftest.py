@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from hasten.backends import MODEL, Artifact, Dialect
+from engines import with_engine
+from hasten.backends import Dialect
 from hasten.bundle import Bundle
-from hasten.core.tensors import DType
-from hasten.core.variant import Precision, Variant
 
 Loader = Callable[..., Any]
 
@@ -57,40 +59,8 @@ def classifier_bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: 
 
 @pytest.fixture(scope="session")
 def engine_bundle(classifier_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The same with an engine in front, which no TensorRT has built: what is deployed of it is only copied."""
-    import msgspec
-
-    from hasten.backends.tensorrt.planning import Order, Place, Record, profiles
-    from hasten.bundle.read import TOKENIZER
-    from hasten.bundle.write import BundleWriter
-
-    folder = tmp_path_factory.mktemp("operate")
-    manifest, reference = classifier_bundle.manifest, classifier_bundle.reference()
-    order = Order(profiles(classifier_bundle.report.plan.shapes, manifest.signature.max_length))
-    # Other types than the manifest says, and one input less: the engine has the last word.
-    inputs = {"input_ids": DType.INT64, "attention_mask": DType.INT64}
-    place = Place("NVIDIA H200", "9.0", "11.4.0")
-    record = Record(place, order, Precision.FP16, inputs, {"logits": DType.FLOAT16})
-    engine = Artifact(Variant.parse("tensorrt-fp16@cuda"), manifest.signature, folder / "engine", {MODEL: "model.plan"})
-    engine.directory.mkdir()
-    for name, content in (("plan", b"engine"), ("onnx", b"graph"), ("json", msgspec.json.encode(record))):
-        (engine.directory / f"model.{name}").write_bytes(content)
-    entry = replace(
-        manifest.chosen,
-        name=engine.variant.name,
-        backend="tensorrt",
-        precision=Precision.FP16,
-        device="cuda",
-        graphs=dict(engine.graphs),
-    )
-    with BundleWriter(folder / "bundle") as writer:
-        writer.add_graph(classifier_bundle.graph().path())
-        for artifact in (engine, classifier_bundle.artifact(manifest.chosen)):
-            writer.add_variant(artifact)
-        writer.add_tokenizer(classifier_bundle.path / TOKENIZER)
-        writer.add_reference(reference.rows, reference.outputs)
-        writer.add_report(classifier_bundle.report)
-        return writer.commit(replace(manifest, variants=(entry, *manifest.variants)))
+    """The same with an engine of TensorRT in front."""
+    return with_engine(classifier_bundle, tmp_path_factory.mktemp("operate"))
 
 
 @pytest.fixture(scope="session")
@@ -111,6 +81,28 @@ def obstinate_bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: p
         patch.setenv("OBSTINATE", str(folder))
         patch.syspath_prepend(folder / "site")
         return quick_build(tiny_classifier("bert"), folder / "obstinate", variants=["obstinate-fp32"])
+
+
+@pytest.fixture
+def standin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A GPU and a TensorRT that are none (tests/tensorrt_standin), in the place of any that there may be."""
+    from hasten.backends.tensorrt import engine
+    from hasten.core.hardware import this_machine
+
+    folder = Path(__file__).parents[1] / "tensorrt_standin"
+    names = ("tensorrt", "cuda", "cuda.bindings", "cuda.bindings.runtime")
+    caches = (engine._log, engine.loading_error, this_machine)
+    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    for cached in caches:
+        cached.cache_clear()
+    yield import_module("tensorrt")
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(before)
+    for cached in caches:
+        cached.cache_clear()
 
 
 @pytest.fixture

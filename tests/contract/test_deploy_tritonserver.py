@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engines import PLAN
 from hasten.bundle import Bundle, open_bundle
 from hasten.cli import main
 from hasten.core.errors import BundleError
@@ -137,7 +138,7 @@ def test_an_engine_of_tensorrt(engine_bundle: Bundle, tmp_path: Path) -> None:
     model, tokenize, inference = (config(tmp_path, name) for name in names)
     assert (model.platform, model.default_model_filename) == ("tensorrt_plan", "model.plan")
     assert {file.name for file in (tmp_path / names[0] / "1").iterdir()} == {".keep", "model.plan"}
-    assert (tmp_path / names[0] / "1" / "model.plan").read_bytes() == b"engine"
+    assert (tmp_path / names[0] / "1" / "model.plan").read_bytes() == PLAN
     # As the engine says, not the manifest.
     inputs = {"input_ids": ("TYPE_INT64", [-1]), "attention_mask": ("TYPE_INT64", [-1])}
     assert tensors(model.input) == tensors(tokenize.output) == inputs

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions
+from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Source
+from hasten.backends.tensorrt import infer, load_engine
 from hasten.backends.tensorrt.typed import stored_in, write_typed
+from hasten.core.errors import StageError
+from hasten.core.hardware import this_machine
+from hasten.core.plan import Range, Shapes
 from hasten.core.tensors import Batch, Signature, pad
 from hasten.core.variant import Precision, Variant
 from hasten.quantize.calibration import Calibration
@@ -22,6 +31,8 @@ FLOAT, FLOAT16, BFLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onn
 KINDS = {Precision.FP16: FLOAT16, Precision.BF16: BFLOAT16}
 # The norm of the error over the norm of the output, of random models; a lost mask would be 0.6.
 TOLERANCES = {Precision.FP16: 2e-2, Precision.BF16: 1e-1}
+STANDIN = Path(__file__).parents[1] / "tensorrt_standin"
+ENGINE = Variant.parse("tensorrt-fp16@cuda")
 Plain = Callable[[str], tuple[Path, Signature]]
 
 
@@ -155,3 +166,93 @@ def test_values_beyond_fp16_stay_in_fp32(plain: Plain, tmp_path: Path) -> None:
     expected = exactly(wide, signature)
     assert error(exactly(tmp_path / "guarded.onnx", signature), expected) <= TOLERANCES[Precision.FP16]
     assert not np.isfinite(exactly(tmp_path / "unguarded.onnx", signature)).all()
+
+
+@pytest.fixture
+def here(standin: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Be where TensorRT is of this version, with a cache that is empty at first."""
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+
+    def move(version: str) -> None:
+        monkeypatch.setattr(standin, "__version__", version)
+
+    move("11.4.0")
+    return move
+
+
+def made(graph: Path, signature: Signature, folder: Path) -> Artifact:
+    folder.mkdir()
+    source = Source(signature, {MODEL: graph}, shapes=Shapes(Range(1, 2, 2), Range(8, 16, 16)), workspace_bytes=2**20)
+    return BACKENDS.get("tensorrt").make(source, ENGINE, folder)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("name", ["classifier", "masks"])
+def test_rows_of_any_length_and_number_are_answered(name: str, plain: Plain, tmp_path: Path) -> None:
+    """Longer and shorter than was asked for, more than fit at once, masks or none: in TensorRT's place a stand-in."""
+    from cuda.bindings.runtime import HELD
+
+    graph, signature = plain(name)
+    artifact = made(graph, signature, tmp_path / "variant")
+    with BACKENDS.get("tensorrt").open(artifact, RunOptions()) as session:
+        assert HELD
+        found = session.run(batch_of(signature))
+        ours = np.concatenate([value.ravel() for value in found.values()])
+        with pytest.raises(StageError, match=r"the engine takes no inputs of \(1, 65\)"):
+            session.run(Batch({name: np.ones(65, np.int32) for name in batch_of(signature).values}, np.array([65])))
+    assert not HELD
+    with pytest.raises(StageError, match="the engine is closed"):
+        session.run(batch_of(signature))
+    assert 0 < error(ours, answer(graph, signature)) <= TOLERANCES[Precision.FP16]
+
+
+def test_another_version_builds_it_again_once(
+    plain: Plain, here: Callable[[str], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph, signature = plain("classifier")
+    artifact = made(graph, signature, tmp_path / "variant")
+    before = {file: file.read_bytes() for file in artifact.directory.iterdir()}
+    answers = []
+    for version, is_built in (("11.4.0", False), ("10.13", True), ("10.13", False), ("11.4.0", False)):
+        here(version)
+        caplog.clear()
+        with BACKENDS.get("tensorrt").open(artifact, RunOptions()) as session:
+            answers.append(session.run(batch_of(signature))["logits"])
+        assert (f"for {this_machine().gpus[0].name} (9.0) with TensorRT 10.13" in caplog.text) is is_built
+    assert all((one == answers[0]).all() for one in answers)
+    kept = sorted(file.suffix for file in (tmp_path / "cache" / "tensorrt").iterdir())
+    assert kept == [".plan", ".timings", ".timings"]
+    assert {file: file.read_bytes() for file in artifact.directory.iterdir()} == before
+
+
+@pytest.mark.usefixtures("here")
+def test_an_engine_for_scripts(plain: Plain, tmp_path: Path) -> None:
+    graph, signature = plain("classifier")
+    plan = made(graph, signature, tmp_path / "variant").path()
+    feeds = pad(batch_of(signature).take(np.array([0, 2])), signature)
+    with load_engine(plan) as engine:
+        logits = infer(engine, feeds)["logits"]
+        assert logits.shape == (2, 3)
+        with pytest.raises(StageError, match=r"the engine takes .*, and input_ids is not given"):
+            infer(engine, {name: feed for name, feed in feeds.items() if name != "input_ids"})
+        with pytest.raises(StageError, match="the engine takes no inputs of"):
+            infer(engine, {name: feed.repeat(2, axis=0) for name, feed in feeds.items()})
+    with pytest.raises(StageError, match=r"nowhere\.plan cannot be read"):
+        load_engine(tmp_path / "nowhere.plan")
+    plan.write_bytes(b"no engine")
+    with pytest.raises(StageError, match=r"TensorRT cannot load model\.plan: Expecting value"):
+        load_engine(plan)
+
+
+@pytest.mark.slow
+def test_the_contract_is_kept_beside_a_standin() -> None:
+    """All that test_backends.py asks of a backend, as far as it is ours to keep."""
+    found = {"PATH": STANDIN / "bin", "PYTHONPATH": STANDIN}
+    environment = os.environ | {name: f"{first}:{os.environ.get(name, '')}" for name, first in found.items()}
+    words = ["pytest", "tests/contract/test_backends.py", "-q", "-k", "tensorrt", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=STANDIN.parents[1])
+    assert done.returncode == 0, done.stdout
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed
+    assert int(passed[1]) > 20
