@@ -392,6 +392,24 @@ def test_a_graph_of_another_precision_is_refused(precision: Precision, tmp_path:
         written(attention(), tmp_path, Precision.INT8)
 
 
+@pytest.mark.parametrize("operator", ["MatMulInteger", "FusedMatMul"])
+def test_operators_that_tensorrt_has_not_are_refused(operator: str, tmp_path: Path) -> None:
+    """ONNX Runtime's dynamic int8, and what it fuses."""
+    domain = "com.microsoft" if operator == "FusedMatMul" else ""
+    model = graph_of([node(operator, "x w", "y", domain=domain)], {"w": np.eye(4, dtype=np.float32)})
+    with pytest.raises(StageError, match=f"TensorRT has no operator {operator}"):
+        written(model, tmp_path, Precision.INT8)
+
+
+def test_where_nothing_can_be_in_fp16_the_graph_says_so(tmp_path: Path) -> None:
+    onnx.save_model(attention(), tmp_path / "fp32.onnx")
+    found = [
+        write_typed(tmp_path / "fp32.onnx", tmp_path / "typed.onnx", Precision.FP16, beyond)
+        for beyond in (frozenset(), frozenset({"q"}))
+    ]
+    assert found == [Precision.FP16, Precision.FP32]
+
+
 def test_shapes_are_written_into_the_graph(tmp_path: Path) -> None:
     typed = written(attention(), tmp_path, Precision.FP32)
     found = {

@@ -91,10 +91,10 @@ class TensorRT:
         graphs = {}
         for name, path in source.graphs.items():
             graph, plan = directory / f"{name}.onnx", directory / f"{name}.plan"
-            write_typed(path, graph, variant.precision, source.beyond_fp16)
+            found = write_typed(path, graph, variant.precision, source.beyond_fp16)
             build(graph, source.signature, order, plan)
             with load_engine(plan) as engine:
-                record = Record(this_place(), order, variant.precision, engine.inputs, engine.outputs)
+                record = Record(this_place(), order, found, engine.inputs, engine.outputs)
             plan.with_suffix(".json").write_bytes(msgspec.json.encode(record))
             graphs[name] = plan.name
         return Artifact(variant, source.signature, directory, graphs)
@@ -124,7 +124,7 @@ class _Session(PaddedSession):
     def __init__(self, artifact: Artifact, record: Record, engine: Engine) -> None:
         self._engine = engine
         self._max_rows = max(profile.max.batch for profile in record.order.profiles)
-        # The graph's types, found when it was made (typed.stored_in); TensorRT keeps to them.
+        # The graph's types, counted when it was made (typed.py); TensorRT keeps to them.
         self.spec = SessionSpec(artifact.signature, Layout.PADDED, artifact.variant.device, record.precision)
 
     def close(self) -> None:

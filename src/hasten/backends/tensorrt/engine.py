@@ -197,7 +197,8 @@ class Engine(Closing):
     def _choose(self, profile: int) -> None:
         if profile != self._profile:
             assert self._context is not None
-            self._context.set_optimization_profile_async(profile, self._stream.address)
+            if not self._context.set_optimization_profile_async(profile, self._stream.address):
+                raise StageError(f"TensorRT does not take up profile {profile}: {_log().told()}")
             self._profile = profile
 
     def _shape(self, name: str, entries: int | None) -> Dims:

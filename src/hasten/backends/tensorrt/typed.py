@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 HALVES = {Precision.FP16: 65504.0, Precision.BF16: 3.3895313892515355e38}
 # protobuf ends at 2 GiB.
 _ONE_FILE_BYTES = 2**31 - 2**27
+# ONNX's own operators, but for those of other ways to quantize.
+_OWN = ("", "ai.onnx")
+_INTEGER = ("ConvInteger", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul")
 _PRODUCTS = ("MatMul", "Gemm", "Conv")
 _MOVING = (
     "Cast", "Concat", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Tile", "Transpose",
@@ -38,14 +41,21 @@ _SUMS = ("Pow", "Reciprocal", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumS
 _SOFTMAX = ("LogSoftmax", "Softmax")
 
 
-def write_typed(graph: Path, target: Path, precision: Precision, beyond: frozenset[str] = frozenset()) -> None:
-    """The graph with the types of a precision, and the shapes of its tensors; a quantized one keeps its types."""
+def write_typed(graph: Path, target: Path, precision: Precision, beyond: frozenset[str] = frozenset()) -> Precision:
+    """The graph with the types of a precision, and the shapes of its tensors; a quantized one keeps its types.
+
+    What its products are in by then is returned: of a graph whose values are all beyond fp16, that is fp32.
+    """
     import onnx
 
     try:
         model = onnx.load(graph)
     except Exception as error:  # protobuf's own classes, and weights beside the graph that are not there
         raise StageError(f"{graph} is not an ONNX graph: {error}") from error
+    if foreign := [node.op_type for node in model.graph.node if node.domain not in _OWN or node.op_type in _INTEGER]:
+        raise StageError(
+            f"TensorRT has no operator {foreign[0]}", hint="quantized graphs come with QuantizeLinear, DequantizeLinear"
+        )
     found = stored_in(model)
     expected = Precision.FP32 if precision in HALVES else precision
     if found is not expected:
@@ -59,6 +69,7 @@ def write_typed(graph: Path, target: Path, precision: Precision, beyond: frozens
         onnx.checker.check_model(target, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise StageError(f"the graph cannot be typed in {precision}: {error}") from error
+    return stored_in(model)
 
 
 def stored_in(model: ModelProto) -> Precision:
@@ -108,7 +119,7 @@ class _Retyping:
 
         self.graph: GraphProto = model.graph
         self.nodes: list[NodeProto] = list(model.graph.node)
-        self.opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+        self.opset = next(entry.version for entry in model.opset_import if entry.domain in _OWN)
         self.word, self.limit, self.beyond = precision.value, HALVES[precision], beyond
         self.wide = int(TensorProto.FLOAT)
         self.half = int(TensorProto.FLOAT16 if precision is Precision.FP16 else TensorProto.BFLOAT16)
@@ -212,7 +223,7 @@ class _Retyping:
         """Whether it may be computed in half precision, by us and by the version of ONNX the graph is written in."""
         from onnx import TensorProto, defs
 
-        if node.op_type not in _NARROW or node.domain not in ("", "ai.onnx"):
+        if node.op_type not in _NARROW:
             return False
         schema = defs.get_schema(node.op_type, self.opset, "")
         kind = f"tensor({TensorProto.DataType.Name(self.half).lower()})"
