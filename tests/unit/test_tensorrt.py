@@ -292,6 +292,31 @@ def test_a_norm_that_is_written_out_stays_in_fp32(tmp_path: Path) -> None:
     assert np.abs(ours - theirs).max() < 5e-3
 
 
+def test_whole_numbers_are_computed_in_fp32(tmp_path: Path) -> None:
+    """As the buckets of relative positions are: in fp16, 2049 would be 2048."""
+    nodes = [
+        node("Cast", "mask", "floats", to=FLOAT),
+        node("Add", "floats many", "sum"),
+        node("Log", "sum", "log"),
+        node("Mul", "log many", "scaled"),
+        node("Cast", "scaled", "whole", to=onnx.TensorProto.INT64),
+        node("Mod", "whole four", "buckets"),
+        node("Gather", "table buckets", "looked_up"),
+        node("MatMul", "looked_up w", "y"),
+    ]
+    weights = {
+        "many": np.float32(2048.0),
+        "four": np.int64(4),
+        "table": np.eye(4, dtype=np.float32),
+        "w": np.eye(4, dtype=np.float32),
+    }
+    typed = written(graph_of(nodes, weights), tmp_path, Precision.FP16)
+    found = types(typed)
+    assert {found[name] for name in ("floats", "sum", "log", "scaled")} == {FLOAT}
+    assert {found[name] for name in ("looked_up", "y")} == {FLOAT16}
+    assert (run(typed, tokens()) == run(graph_of(nodes, weights), tokens())).all()
+
+
 def test_what_leaves_the_range_stays_in_fp32(tmp_path: Path) -> None:
     large = {"up": np.eye(4, dtype=np.float32) * 1e6, "down": np.eye(4, dtype=np.float32) * 1e-6}
     nodes = [

@@ -37,8 +37,10 @@ _LOOKING_UP = ("Gather", "GatherElements", "GatherND")
 _NARROW = {*_PRODUCTS, *_MOVING, *_ELEMENTWISE, *_ACTIVATIONS, *_LOOKING_UP, "Einsum"}
 # With these go the operators beside them: a norm that is written out loses as much in its subtraction as in its sum.
 _SUMS = ("Pow", "Reciprocal", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare", "Sqrt")
-# With softmax goes what is added to the scores before it, which may be a mask's minus infinity.
+# With softmax goes what is added to the scores before it, which may be a mask's minus infinity; and with what makes
+# whole numbers of floats, such as the buckets of relative positions, how these were computed: rounded, one is the next.
 _SOFTMAX = ("LogSoftmax", "Softmax")
+_THROUGH = {*_ELEMENTWISE, *_MOVING, *_SUMS, "Abs", "Ceil", "Exp", "Floor", "Log", "Round"}
 
 
 def write_typed(graph: Path, target: Path, precision: Precision, beyond: frozenset[str] = frozenset()) -> Precision:
@@ -207,17 +209,18 @@ class _Retyping:
                 around = [readers[name] for name in node.output]
                 around.append([makers[name] for name in node.input if name in makers])
                 stays.update(other for ones in around for other in ones if self.nodes[other].op_type in _ELEMENTWISE)
-        waiting = [place for place, node in enumerate(self.nodes) if node.op_type in _SOFTMAX]
+        waiting = [place for place, node in enumerate(self.nodes) if self._is_delicate(node)]
         while waiting:
             for name in self.nodes[waiting.pop()].input:
                 before = makers.get(name)
-                if before is not None and self._is_before_softmax(name, self.nodes[before]):
+                if before is not None and name in self.floats and self.nodes[before].op_type in _THROUGH:
                     stays.add(before)
                     waiting.append(before)
         return stays
 
-    def _is_before_softmax(self, name: str, node: NodeProto) -> bool:
-        return name in self.floats and node.op_type in (*_ELEMENTWISE, *_MOVING)
+    def _is_delicate(self, node: NodeProto) -> bool:
+        """Whether what leads to it stays in fp32 with it."""
+        return node.op_type in _SOFTMAX or self.floats.isdisjoint(node.output)
 
     def _is_narrow(self, node: NodeProto) -> bool:
         """Whether it may be computed in half precision, by us and by the version of ONNX the graph is written in."""
