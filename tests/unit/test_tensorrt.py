@@ -204,6 +204,8 @@ def run(model: Any, feeds: dict[str, Any]) -> Any:
 
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
+    # As it is: ONNX Runtime puts a norm together again across casts, and then refuses what it made.
+    settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
     return session.run(None, feeds)[0]
 
@@ -274,22 +276,25 @@ def test_a_norm_that_is_written_out_stays_in_fp32(tmp_path: Path) -> None:
         node("Add", "variance epsilon", "above_zero"),
         node("Sqrt", "above_zero", "deviation"),
         node("Div", "centred deviation", "normed"),
-        node("Mul", "normed gain", "y"),
+        node("Mul", "normed gain", "scaled"),
+        node("Add", "scaled bias", "whole"),
+        node("MatMul", "whole w", "y"),
     ]
     weights = {
         "w": np.eye(4, dtype=np.float32) * 300,
         "two": np.float32(2),
         "epsilon": np.float32(1e-12),
-        "gain": np.ones(4, np.float32),
+        "gain": np.full(4, 1e-2, np.float32),
+        "bias": np.ones(4, np.float32),
     }
     typed = written(graph_of(nodes, weights), tmp_path, Precision.FP16)
     found = types(typed)
-    inside = ("mean", "centred", "squares", "variance", "above_zero", "deviation", "normed")
+    inside = ("mean", "centred", "squares", "variance", "above_zero", "deviation", "normed", "scaled", "whole")
     assert {found[name] for name in inside} == {FLOAT}
     assert (found["before"], found["y"]) == (FLOAT16, FLOAT16)
     # The squares are beyond fp16, and epsilon is nothing there.
     ours, theirs = run(typed, tokens()), run(graph_of(nodes, weights), tokens())
-    assert np.abs(ours - theirs).max() < 5e-3
+    assert np.abs(ours - theirs).max() < 1e-3 * np.abs(theirs).max()
 
 
 def test_whole_numbers_are_computed_in_fp32(tmp_path: Path) -> None:

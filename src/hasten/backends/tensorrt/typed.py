@@ -206,9 +206,14 @@ class _Retyping:
             if not kept.isdisjoint((*node.input, *node.output)) or not self._is_narrow(node):
                 stays.add(place)
             if node.op_type in _SUMS:
-                around = [readers[name] for name in node.output]
-                around.append([makers[name] for name in node.input if name in makers])
-                stays.update(other for ones in around for other in ones if self.nodes[other].op_type in _ELEMENTWISE)
+                around = [makers[name] for name in node.input if name in makers]
+                around += [reader for name in node.output for reader in readers[name]]
+                around = [other for other in around if self.nodes[other].op_type in _ELEMENTWISE]
+                # A norm ends with its own weights.
+                while around:
+                    stays.add(other := around.pop())
+                    found = [reader for name in self.nodes[other].output for reader in readers[name]]
+                    around += [reader for reader in found if reader not in stays and self._is_scaling(reader)]
         waiting = [place for place, node in enumerate(self.nodes) if self._is_delicate(node)]
         while waiting:
             for name in self.nodes[waiting.pop()].input:
@@ -217,6 +222,11 @@ class _Retyping:
                     stays.add(before)
                     waiting.append(before)
         return stays
+
+    def _is_scaling(self, place: int) -> bool:
+        """Whether it multiplies by a weight, or adds one."""
+        node = self.nodes[place]
+        return node.op_type in ("Add", "Mul") and not self.weights.keys().isdisjoint(node.input)
 
     def _is_delicate(self, node: NodeProto) -> bool:
         """Whether what leads to it stays in fp32 with it."""
