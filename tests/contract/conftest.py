@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from engines import with_engine
 from hasten.backends import Dialect
 from hasten.bundle import Bundle
 
@@ -53,6 +58,12 @@ def classifier_bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: 
 
 
 @pytest.fixture(scope="session")
+def engine_bundle(classifier_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The same with an engine of TensorRT in front."""
+    return with_engine(classifier_bundle, tmp_path_factory.mktemp("operate"))
+
+
+@pytest.fixture(scope="session")
 def other_bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """The same model, with other words for its labels."""
     target = tmp_path_factory.mktemp("operate") / "other"
@@ -70,6 +81,28 @@ def obstinate_bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: p
         patch.setenv("OBSTINATE", str(folder))
         patch.syspath_prepend(folder / "site")
         return quick_build(tiny_classifier("bert"), folder / "obstinate", variants=["obstinate-fp32"])
+
+
+@pytest.fixture
+def standin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A GPU and a TensorRT that are none (tests/tensorrt_standin), in the place of any that there may be."""
+    from hasten.backends.tensorrt import engine
+    from hasten.core.hardware import this_machine
+
+    folder = Path(__file__).parents[1] / "tensorrt_standin"
+    names = ("tensorrt", "cuda", "cuda.bindings", "cuda.bindings.runtime")
+    caches = (engine._log, engine.loading_error, this_machine)
+    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    for cached in caches:
+        cached.cache_clear()
+    yield import_module("tensorrt")
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(before)
+    for cached in caches:
+        cached.cache_clear()
 
 
 @pytest.fixture

@@ -12,11 +12,15 @@ import numpy as np
 import onnxruntime
 import pytest
 
+from engines import PLAN
 from hasten.backends import Artifact
+from hasten.bundle import Bundle
 from hasten.cli.convert_model import run
 from hasten.core.report import Bench, Footprint, Timing
 from hasten.core.statistics import Interval
 from hasten.core.tensors import Shape
+from hasten.deploy.convert import write_engines
+from hasten.deploy.tritonserver import Options
 from hasten.graph import depends_on_batch
 
 LINE = re.compile(
@@ -118,6 +122,34 @@ def test_another_tokenizer(
     assert json.loads(shipped.read_text(encoding="utf-8"))["model"]["vocab"] == vocabulary
     assert {path.name: path.read_bytes() for path in classifier.iterdir()} == before
     capsys.readouterr()
+
+
+def test_both_engines_side_by_side(engine_bundle: Bundle, tmp_path: Path) -> None:
+    """As `--backend tensorrt onnx` leaves them, where there is a TensorRT to build one."""
+    options = Options(name="tiny", is_flat=True, output="output", max_rows=128)
+    names = write_engines(engine_bundle, engine_bundle.manifest.variants, options, tmp_path)
+    steps = ("model", "tokenize", "inference")
+    assert names == tuple(f"tiny_{word}_{step}" for word in ("tensorrt", "onnx") for step in steps)
+    assert (tmp_path / "model.plan").read_bytes() == PLAN
+    assert (tmp_path / "tiny_tensorrt_model/1/model.plan").read_bytes() == PLAN
+    assert (tmp_path / "model.onnx").read_bytes() == (tmp_path / "tiny_onnx_model/1/model.onnx").read_bytes()
+    docker = (tmp_path / "Dockerfile").read_text()
+    assert all(f"COPY {name} /models/{name}" in docker for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standin")
+def test_with_tensorrt(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Or what stands in for it: a real one builds for minutes, on a GPU."""
+    output = tmp_path / "out"
+    assert run([*words, "--backend", "tensorrt", "onnx", "-w", "64", "-o", str(output)]) == 0
+    engines = [match[1] for line in capsys.readouterr().out.splitlines() if (match := LINE.fullmatch(line))]
+    assert engines == ["Pytorch (FP32)", "TensorRT (FP16)", "ONNX Runtime (FP32)", "ONNX Runtime (optimized)"]
+    plan = (output / "model.plan").read_bytes()
+    assert plan == (output / "transformer_tensorrt_model/1/model.plan").read_bytes()
+    assert (output / "transformer_onnx_model/1/model.onnx").read_bytes() == (output / "model.onnx").read_bytes()
+    assert run([*words, "--backend", "tensorrt", "-q", "-o", str(tmp_path / "int8")]) == 3
+    assert "hasten makes no int8 graphs for TensorRT" in capsys.readouterr().err
 
 
 def _inputs(graph: Path) -> list[str]:

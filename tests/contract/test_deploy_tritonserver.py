@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engines import PLAN
 from hasten.bundle import Bundle, open_bundle
 from hasten.cli import main
 from hasten.core.errors import BundleError
@@ -128,6 +129,74 @@ def test_a_tagger_runs_in_python(tagger_bundle: Bundle, tmp_path: Path) -> None:
         pb2.ModelInstanceGroup.KIND_CPU
     }
     assert (tmp_path / written.model / "1" / "variant" / "model.xml").exists()
+
+
+def test_an_engine_of_tensorrt(engine_bundle: Bundle, tmp_path: Path) -> None:
+    written = write(engine_bundle, tmp_path, name="mine", instances=2, max_rows=1000)
+    names = ("mine_tensorrt_model", "mine_tensorrt_tokenize", "mine_tensorrt_inference")
+    assert written.names == names
+    model, tokenize, inference = (config(tmp_path, name) for name in names)
+    assert (model.platform, model.default_model_filename) == ("tensorrt_plan", "model.plan")
+    assert {file.name for file in (tmp_path / names[0] / "1").iterdir()} == {".keep", "model.plan"}
+    assert (tmp_path / names[0] / "1" / "model.plan").read_bytes() == PLAN
+    # As the engine says, not the manifest.
+    inputs = {"input_ids": ("TYPE_INT64", [-1]), "attention_mask": ("TYPE_INT64", [-1])}
+    assert tensors(model.input) == tensors(tokenize.output) == inputs
+    assert tensors(model.output) == tensors(inference.output) == {"logits": ("TYPE_FP16", [3])}
+    (group,) = model.instance_group
+    assert (group.count, group.kind, list(group.profile)) == (2, pb2.ModelInstanceGroup.KIND_GPU, ["0", "1"])
+    assert {group.kind for group in tokenize.instance_group} == {pb2.ModelInstanceGroup.KIND_CPU}
+    # No more than its profiles take, whatever was asked for.
+    assert model.max_batch_size == engine_bundle.report.plan.shapes.batch.max
+    for sample in model.model_warmup:
+        assert set(sample.inputs) == set(inputs)
+        for name, given in sample.inputs.items():
+            content = (tmp_path / names[0] / "warmup" / given.input_data_file).read_bytes()
+            assert (np.frombuffer(content, np.int64) == 1).all(), name
+            assert len(content) == 8 * given.dims[0]
+
+
+def test_what_lies_beside_an_engine(engine_bundle: Bundle, tmp_path: Path) -> None:
+    written = write_repository(engine_bundle, tmp_path / "out", Options())
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert "The engine runs on NVIDIA H200 (9.0) with TensorRT 11.4.0" in readme
+    assert "its backends for TensorRT and Python" in readme
+    assert "capabilities: [gpu]" in (tmp_path / "out" / "compose.yaml").read_text()
+    assert written.packages[0].startswith("tokenizers")
+
+
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        ({}, "tensorrt"),
+        ({"device": "cuda"}, "tensorrt"),
+        ({"device": "cpu"}, "onnxruntime"),
+        ({"threads": 2}, "onnxruntime"),
+        ({"runtime": Runtime.PYTHON}, "onnxruntime"),
+        ({"variant": "graph", "device": "cuda"}, "graph"),
+    ],
+)
+def test_an_engine_is_chosen_where_it_runs(
+    engine_bundle: Bundle, tmp_path: Path, options: dict[str, Any], backend: str
+) -> None:
+    assert write(engine_bundle, tmp_path, **options).variant.split("-")[0] == backend
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--device", "cpu"], "tensorrt-fp16@cuda does not run there: it runs on GPUs"),
+        (["--threads", "2"], "tensorrt-fp16@cuda does not run there: it has no threads to be given"),
+        (["--runtime", "python"], "--runtime python does not run tensorrt"),
+    ],
+)
+def test_an_engine_where_it_does_not_run(
+    engine_bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], what: str
+) -> None:
+    words = [str(engine_bundle.path), "-o", str(tmp_path / "out"), "--variant", "tensorrt-fp16@cuda", *words]
+    assert main([*COMMAND, *words]) == 3
+    assert what in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_a_variant_that_fits_the_graph_is_taken(tagger_bundle: Bundle, tmp_path: Path) -> None:

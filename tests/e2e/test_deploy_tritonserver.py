@@ -17,6 +17,7 @@ import pytest
 
 import hasten
 import tritonserver
+from engines import with_engine
 from hasten.bundle import Bundle
 from hasten.cli import main
 from hasten.core.errors import StageError
@@ -519,6 +520,22 @@ def test_it_does_not_load_beside_an_onnxruntime_that_answers_wrongly(
     else:
         assert state == "UNAVAILABLE"
         assert f"this server has ONNX Runtime {version}, in which the model answers wrongly" in reason
+
+
+def test_the_server_accepts_an_engine_up_to_the_missing_library(
+    bundles: dict[str, Bundle], program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine without a GPU, whose kind the configuration asks for."""
+    bundle = with_engine(bundles["text-classification"], tmp_path)
+    words = ["deploy", "tritonserver", str(bundle.path), "-o", str(tmp_path / "models")]
+    assert main([*words, "--check", str(program.environment), "-q"]) == 3
+    told = capsys.readouterr()
+    assert (
+        "transformer_tensorrt_model: Invalid argument: unable to find backend library for backend 'tensorrt'"
+        in told.out
+    )
+    assert "transformer_tensorrt_tokenize: ready" in told.out
+    assert "it has no TensorRT backend" in told.err
 
 
 def test_check_says_what_it_could_not_prove(

@@ -6,7 +6,7 @@ source ──make──▶ artifact (files) ──open──▶ session (one thr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ from hasten.core.closing import Closing
 from hasten.core.errors import PlanError, missing_package
 from hasten.core.execution import Execution, Trial
 from hasten.core.hardware import Machine, usable_cores
+from hasten.core.plan import Shapes
 from hasten.core.registry import Registry
 from hasten.core.tensors import Batch, Outputs, SessionSpec, Shape, Signature, gather, tiled
 from hasten.core.variant import CUDA, Support, Variant
@@ -45,6 +46,9 @@ class Source:
     module: object | None = None
     # Tensors of the graphs whose values leave the range of fp16: what computes or reads them stays in fp32.
     beyond_fp16: frozenset[str] = frozenset()
+    # The sizes it will see, for runtimes that are tuned to them, and the memory they may work in.
+    shapes: Shapes = field(default_factory=Shapes)
+    workspace_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,11 +148,17 @@ class Attempts:
             if not is_openvino:
                 self.passes.append(record("quantize", graph, quantized, variants=[variant.name]))
             graph = quantized
-        source = Source(self.loaded.signature, {MODEL: graph})
+        workspace = self.plan.workspace_mib
+        source = Source(
+            self.loaded.signature,
+            {MODEL: graph},
+            shapes=self.plan.shapes,
+            workspace_bytes=workspace * 2**20 if workspace is not None else None,
+        )
         if variant.precision is not Precision.FP16:
             return source
         guarded = self._guarded(variant, source)
-        # OpenVINO makes its own.
+        # OpenVINO and TensorRT make their own.
         is_ours = dialect is Dialect.ORT_CUDA and self.loaded.precision is Precision.FP32
         return self._halved(variant, guarded) if is_ours else guarded
 

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 _TASKS = {"classification": "text-classification", "embedding": "sentence-similarity"}
 _GENERATION = "text-generation"
 _FP32 = ("onnxruntime-fp32",)
+_TENSORRT = ("tensorrt-fp16@cuda",)
 # Dynamic quantization as it comes, and in the way that keeps most of the answers.
 _INT8 = ("onnxruntime-int8", "onnxruntime-int8+attention+smooth+split")
 _ON_GPU = ("onnxruntime-fp32@cuda", "onnxruntime-fp16@cuda")
@@ -128,12 +128,10 @@ def _refuse(args: argparse.Namespace) -> None:
     if "tensorrt" in args.backend:
         if args.device == "cpu":
             raise PlanError("TensorRT runs on GPUs, and --device is cpu", hint="--backend onnx")
-        is_there = find_spec("tensorrt") is not None
-        reason = "hasten makes no TensorRT engines yet" if is_there else "TensorRT is not installed"
-        raise UnsupportedError(f"the backend tensorrt does not run here: {reason}", hint="--backend onnx")
-    if "onnx" not in args.backend:
+        _refuse_tensorrt(args)
+    elif "onnx" not in args.backend:
         raise PlanError("PyTorch is timed in any case, and nothing else would be deployed", hint="--backend onnx")
-    if args.device == "cuda":
+    if args.device == "cuda" and "onnx" in args.backend:
         _refuse_on_gpu(args)
     if args.nb_threads < 1:
         raise PlanError(f"--nb-threads {args.nb_threads} is less than one")
@@ -154,6 +152,19 @@ def _refuse_on_gpu(args: argparse.Namespace) -> None:
         raise UnsupportedError(reason, hint=support.hint or "-d cpu")
 
 
+def _refuse_tensorrt(args: argparse.Namespace) -> None:
+    from hasten.backends import BACKENDS
+    from hasten.core.hardware import this_machine
+    from hasten.core.variant import Variant
+
+    support = BACKENDS.get("tensorrt").probe(this_machine(), Variant.parse(_TENSORRT[0]))
+    if not support.ok:
+        hint = support.hint or "--backend onnx"
+        raise UnsupportedError(f"the backend tensorrt does not run here: {support.reason}", hint=hint)
+    if args.quantization:
+        raise UnsupportedError("hasten makes no int8 graphs for TensorRT", hint="leave -q or tensorrt out")
+
+
 def _take_token(given: str | None) -> None:
     """`True` stands for the token that is stored on this machine, which is used in any case."""
     if given is not None and given.lower() not in ("true", "t"):
@@ -167,18 +178,21 @@ def _order(args: argparse.Namespace) -> Order:
 
     batch = Range.of("--batch-size", tuple(args.batch_size))
     sequence = Range.of("--seq-len", tuple(args.seq_len))
+    tensorrt = _TENSORRT if "tensorrt" in args.backend else ()
+    onnx = _ON_GPU if args.device == "cuda" else (*_FP32, *(_INT8 if args.quantization else ()))
     plan = Plan(
         model=args.model,
         task=_TASKS.get(args.task, args.task),
         pooling=args.pooling,
         file_name=args.file_name,
         shapes=Shapes(batch, sequence),
-        variants=_ON_GPU if args.device == "cuda" else (*_FP32, *(_INT8 if args.quantization else ())),
+        variants=(*tensorrt, *(onnx if "onnx" in args.backend else ())),
         device=args.device,
         data=args.data,
         gate=Gate(min_agreement=args.min_agreement),
         bench_budget_s=parse_duration(args.bench_budget),
         threads=args.nb_threads,
+        workspace_mib=args.workspace_size if tensorrt else None,
         keep=Keep.ALL,
         allow_pickle=args.allow_pickle,
         trust_remote_code=args.trust_remote_code,
@@ -194,7 +208,8 @@ def _order(args: argparse.Namespace) -> Order:
         is_flat=True,
         output="output",
     )
-    return Order(plan, measures, repository, args.tokenizer if args.tokenizer != args.model else None)
+    backends = ("tensorrt",) * bool(tensorrt) + ("onnxruntime",) * bool(onnx)
+    return Order(plan, measures, repository, args.tokenizer if args.tokenizer != args.model else None, backends)
 
 
 def _print(converted: Converted, args: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--runtime",
         choices=("native", "python"),
         default="native",
-        help="who runs the model: the server's own ONNX Runtime (default), or its Python backend",
+        help="who runs the model: the server's own ONNX Runtime or TensorRT (default), or its Python backend",
     )
     parser.add_argument("--variant", metavar="NAME", help="default: the fastest that can run there")
     parser.add_argument("--instances", type=int, default=1, metavar="N", help="of each model (default: 1)")
@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
         console.print_json({"repository": repository, "check": checked})
     else:
         _print(repository, checked)
-    return _exit_code(checked) if checked is not None else 0
+    return _exit_code(checked, repository) if checked is not None else 0
 
 
 def _check(bundle: Bundle, repository: Repository, args: argparse.Namespace) -> Check:
@@ -124,11 +124,13 @@ def _print(repository: Repository, checked: Check | None) -> None:
         )
 
 
-def _exit_code(checked: Check) -> int:
+def _exit_code(checked: Check, repository: Repository) -> int:
     from hasten.core.errors import AccuracyError, StageError, UnsupportedError
 
     if checked.is_missing_backend:
-        error, code = "accepted as far as this server goes: it has no ONNX Runtime backend", UnsupportedError.exit_code
+        lacking = "TensorRT" if repository.place else "ONNX Runtime"
+        error = f"accepted as far as this server goes: it has no {lacking} backend"
+        code = UnsupportedError.exit_code
     elif checked.not_ready:
         error, code = f"{', '.join(checked.not_ready)} did not load", StageError.exit_code
     elif not checked.is_right:

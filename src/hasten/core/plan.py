@@ -132,6 +132,8 @@ class Plan:
     budget_s: float = 300.0
     bench_budget_s: float = 30.0
     threads: int | None = None
+    # Memory that TensorRT may build for, beside weights and tensors; None leaves it to TensorRT.
+    workspace_mib: int | None = None
     keep: Keep = Keep.BEST
     # The processor graphs are quantized for; None stands for this one.
     target: str | None = None
@@ -147,6 +149,8 @@ class Plan:
             raise PlanError("a recipe makes int8 for processors, and --device is cuda", hint="leave one of them out")
         if self.threads is not None and self.threads < 1:
             raise PlanError(f"--threads {self.threads} is less than one")
+        if self.workspace_mib is not None and self.workspace_mib < 1:
+            raise PlanError(f"--workspace-size {self.workspace_mib} is less than one MiB")
         if not self.budget_s > 0:
             raise PlanError("the search's budget must be more than nothing", hint="--budget 5m")
         if self.recipe is not None and self.variants:

@@ -26,14 +26,17 @@ from hasten.deploy import written
 from hasten.deploy.tritonserver import Options, write_models
 from hasten.deploy.tritonserver.around import write_around
 from hasten.deploy.tritonserver.configs import is_batched
+from hasten.deploy.tritonserver.options import TENSORRT
 from hasten.graph import read_graph, write_graph
 from hasten.predictor import open_session
 
 # The names that transformer-deploy gave them.
 ORIGINAL_GRAPH = "model-original.onnx"
 GRAPH = "model.onnx"
+PLAN = "model.plan"
 # Whom the others must equal, and what of it is timed: the model, or the graph that it came as.
 _ORIGINALS = {"torch": ("Pytorch", "Pytorch (FP32)"), "graph": ("the given graph's", "ONNX Runtime (as given)")}
+_ONNX = "onnxruntime"
 _EMBEDDING = "sentence-similarity"
 # What a model's own tokenizer may lie in.
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "spiece", "sentencepiece")
@@ -68,6 +71,8 @@ class Order:
     repository: Options
     # Where a tokenizer lies that takes the place of the model's own.
     tokenizer: str | None = None
+    # Whose variants are deployed, each in models of its own.
+    backends: tuple[str, ...] = (_ONNX,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,31 +118,48 @@ def convert(order: Order, output: Path, *, force: bool = False, progress: Progre
         plan, notes = _with_pooling(order.plan)
         directory = _with_tokenizer(plan, order.tokenizer, work / "model") if order.tokenizer else None
         bundle = build(plan, work / "bundle", progress=shown, directory=directory)
-        entry = _deployed(bundle, order.measures.atol)
-        original = make_original(plan, work, directory, device=entry.device)
+        entries = {backend: _deployed(bundle, order.measures.atol, backend) for backend in order.backends}
+        original = make_original(plan, work, directory, device=entries[order.backends[0]].device)
         whose, engine = _ORIGINALS[original.variant.backend]
-        engines = {
-            engine: original,
-            "ONNX Runtime (FP32)": _plain(bundle, entry.device),
-            "ONNX Runtime (optimized)": bundle.artifact(entry),
-        }
-        latencies = _race(engines, bundle, order.measures, shown)
+        latencies = _race({engine: original, **dict(_engines(bundle, entries))}, bundle, order.measures, shown)
         with step(shown, f"write {output.name}"), translate_os_errors(f"writing {output}"):
             place_graph(bundle.graph().path(), staging.path / ORIGINAL_GRAPH)
-            place_graph(bundle.artifact(entry).path(), staging.path / GRAPH)
-            options = replace(order.repository, variant=entry.name)
-            repository = write_models(bundle, staging.path, options)
-            write_around(bundle.manifest.task, options, repository)
+            models = write_engines(bundle, list(entries.values()), order.repository, staging.path)
         staging.put_in_place()
-        notes += _safer(bundle, entry, options)
-        return Converted(
-            staging.target, entry.name, whose, repository.names, tuple(latencies), bundle.report, tuple(notes)
-        )
+        first = entries[order.backends[0]]
+        notes += _safer(bundle, first, order.repository)
+        return Converted(staging.target, first.name, whose, models, tuple(latencies), bundle.report, tuple(notes))
 
 
-def _deployed(bundle: Bundle, atol: float) -> VariantEntry:
-    """The fastest within the tolerance and, where int8 was asked for, in int8."""
-    found = list(bundle.manifest.variants)
+def write_engines(bundle: Bundle, entries: Sequence[VariantEntry], options: Options, place: Path) -> tuple[str, ...]:
+    """Each engine's file by transformer-deploy's name, and the repository; the names of its models are returned."""
+    repositories = []
+    for entry in entries:
+        artifact = bundle.artifact(entry)
+        if entry.backend == TENSORRT:
+            shutil.copyfile(artifact.path(), place / PLAN)
+        else:
+            place_graph(artifact.path(), place / GRAPH)
+        repositories.append(write_models(bundle, place, replace(options, variant=entry.name)))
+    write_around(bundle.manifest.task, options, *repositories)
+    return tuple(name for repository in repositories for name in repository.names)
+
+
+def _engines(bundle: Bundle, entries: Mapping[str, VariantEntry]) -> Iterator[tuple[str, Artifact]]:
+    """What races against the original, by transformer-deploy's names."""
+    for backend, entry in entries.items():
+        if backend == TENSORRT:
+            yield f"TensorRT ({entry.precision.upper()})", bundle.artifact(entry)
+        else:
+            yield "ONNX Runtime (FP32)", _plain(bundle, entry.device)
+            yield "ONNX Runtime (optimized)", bundle.artifact(entry)
+
+
+def _deployed(bundle: Bundle, atol: float, backend: str) -> VariantEntry:
+    """The fastest of a backend within the tolerance and, where int8 was asked for, in int8."""
+    found = [entry for entry in bundle.manifest.variants if entry.backend == backend]
+    if not found:
+        raise AccuracyError(f"no variant of {backend} answers like the original", candidates=bundle.report.candidates)
     if Precision.INT8 in [Variant.parse(name).precision for name in bundle.report.plan.variants]:
         found = [entry for entry in found if entry.precision is Precision.INT8]
     if not found:
@@ -256,7 +278,7 @@ def _safer(bundle: Bundle, entry: VariantEntry, options: Options) -> Iterator[st
     yield "--atol bounds the largest difference of an output, not the mean of all differences"
     yield f"truncation: texts of more than {about.tokenizer.max_length} tokens are cut to that many"
     if is_batched(about.signature):
-        most = options.max_rows
+        most = bundle.report.plan.shapes.batch.max if entry.backend == TENSORRT else options.max_rows
         yield f"dynamic batching: texts of one length that come together run together; a request holds {most} at most"
     if labels := about.task.labels:
         yield f"labels: the repository has their names ({', '.join(labels[:4])}{', …' if len(labels) > 4 else ''})"

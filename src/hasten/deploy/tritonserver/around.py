@@ -32,6 +32,7 @@ _LEAST = (
     " Its ONNX Runtime must be {version} or newer: older ones answer this variant wrongly, and the models refuse to"
     " load beside them. For those, write it with `--variant graph`."
 )
+_PLACE = " The engine runs on {place}, and on nothing else: for another server build the bundle there."
 _MASKED = "Paris is the {mask} of France."
 
 _DOCKERFILE = Template("""\
@@ -146,7 +147,8 @@ them come from the bundle's benchmark, and stand in `config.pbtxt`.
 """)
 
 
-def write_around(spec: TaskSpec, options: Options, repository: Repository) -> None:
+def write_around(spec: TaskSpec, options: Options, repository: Repository, *others: Repository) -> None:
+    """How to run all of them, and how to ask the first."""
     texts = examples(spec, repository)
     count = len(next(iter(texts.values())))
     shape = (count,) if repository.max_rows == 0 else (count, 1)
@@ -160,11 +162,11 @@ def write_around(spec: TaskSpec, options: Options, repository: Repository) -> No
         place / "Dockerfile",
         _DOCKERFILE.substitute(
             packages=packages,
-            copies="\n".join(f"COPY {name} /models/{name}" for name in repository.names),
+            copies="\n".join(f"COPY {name} /models/{name}" for one in (repository, *others) for name in one.names),
             command=", ".join(json.dumps(word) for word in ["tritonserver", "--model-repository=/models", *cache]),
         ),
     )
-    _write(place / "compose.yaml", _COMPOSE.substitute(gpus=_GPUS if options.device == CUDA else ""))
+    _write(place / "compose.yaml", _COMPOSE.substitute(gpus=_GPUS if repository.device == CUDA else ""))
     about = {
         "texts": json.dumps(texts, ensure_ascii=False, indent=4),
         "shape": list(shape),
@@ -196,6 +198,10 @@ def examples(spec: TaskSpec, repository: Repository) -> dict[str, list[str]]:
 
 def _readme(repository: Repository, packages: str, command: str, length: int) -> str:
     is_native = repository.runtime is Runtime.NATIVE
+    engine = "TensorRT" if repository.place else "ONNX Runtime"
+    least = _LEAST.format(version=repository.least_onnxruntime) if repository.least_onnxruntime else ""
+    if repository.place:
+        least = _PLACE.format(place=repository.place)
     models = {repository.model: "the model: token ids in, tensors out"}
     if repository.tokenize is not None:
         models[repository.tokenize] = "texts to token ids"
@@ -216,9 +222,9 @@ def _readme(repository: Repository, packages: str, command: str, length: int) ->
         inputs=_listed([f"`{one.name}`{' (optional)' if one.is_optional else ''}" for one in repository.inputs]),
         outputs=_listed([f"`{one.name}`" for one in repository.outputs]),
         meaning=meaning,
-        backends="its backends for ONNX Runtime and Python" if is_native else "its Python backend",
+        backends=f"its backends for {engine} and Python" if is_native else "its Python backend",
         packages=packages,
-        least=_LEAST.format(version=repository.least_onnxruntime) if repository.least_onnxruntime else "",
+        least=least,
         command=command,
         header=LENGTH,
         length=length,

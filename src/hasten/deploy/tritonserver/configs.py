@@ -42,9 +42,16 @@ def model(
     }
 
 
-def instances(count: int, device: str | None) -> Message:
-    """Without a device the server decides: a kind that its machine does not have is an error there."""
-    return {"count": count, **({"kind": Word(_KINDS[device])} if device is not None else {})}
+def instances(count: int, device: str | None, profiles: int = 0) -> Message:
+    """Without a device the server decides: a kind that its machine does not have is an error there.
+
+    Of an engine's profiles the server takes what it is told to, and of these the one that fits a batch.
+    """
+    return {
+        "count": count,
+        **({"kind": Word(_KINDS[device])} if device is not None else {}),
+        **({"profile": [str(place) for place in range(profiles)]} if profiles else {}),
+    }
 
 
 def ensemble(steps: Sequence[tuple[str, Mapping[str, str], Mapping[str, str]]]) -> Mapping[str, Value]:

@@ -14,20 +14,21 @@ from hasten.core.errors import PlanError, UnsupportedError
 from hasten.core.variant import CPU, CUDA, Precision, Variant
 from hasten.deploy.tritonserver.pbtxt import Tensor
 
+TENSORRT = "tensorrt"
 DEVICES = (CPU, CUDA)
 # Stricter than tritonserver: names are also parts of addresses, paths and file names of other tools.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 class Runtime(StrEnum):
-    """Who runs the model: the server's own backend for ONNX Runtime, or its Python backend."""
+    """Who runs the model: the server's own backend for ONNX Runtime or TensorRT, or its Python backend."""
 
     NATIVE = "native"
     PYTHON = "python"
 
 
 # The backends of hasten whose variants each of them runs.
-_RUNS = {Runtime.NATIVE: ("onnxruntime", "graph"), Runtime.PYTHON: ("onnxruntime", "graph", "openvino")}
+_RUNS = {Runtime.NATIVE: ("onnxruntime", "graph", TENSORRT), Runtime.PYTHON: ("onnxruntime", "graph", "openvino")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,10 @@ class Repository:
     least_onnxruntime: str
     # What the server's Python must have beside NumPy.
     packages: tuple[str, ...]
+    # What the model runs on, where that is not left to the server.
+    device: str | None = None
+    # The one kind of GPU, and version of TensorRT, that an engine runs on; empty where it is none.
+    place: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -138,8 +143,12 @@ def _why_not(variant: Variant, options: Options) -> str | None:
         runs = _RUNS[Runtime.PYTHON]
         also = ", with --runtime python it does" if options.runtime is Runtime.NATIVE and backend in runs else ""
         return f"--runtime {options.runtime} does not run {backend}{also}"
-    if options.device == CUDA and precision in (Precision.INT8, Precision.INT4):
+    if backend == TENSORRT and options.device == CPU:
+        return "it runs on GPUs"
+    if backend == TENSORRT and options.threads is not None:
+        return "it has no threads to be given"
+    if backend != TENSORRT and options.device == CUDA and precision in (Precision.INT8, Precision.INT4):
         return f"its {precision} operators are for processors"
-    if variant.device == CUDA and options.device != CUDA:
+    if backend != TENSORRT and variant.device == CUDA and options.device != CUDA:
         return "it is for GPUs: --device cuda"
     return None

@@ -12,17 +12,18 @@ from pathlib import Path
 import msgspec
 
 from hasten.backends import MODEL, Artifact
+from hasten.backends.tensorrt.planning import Record, read_record
 from hasten.bundle import Bundle
 from hasten.bundle.read import GRAPH_BACKEND, TOKENIZER
 from hasten.core.errors import BundleError, StageError, UnsupportedError, translate_os_errors
 from hasten.core.tensors import ATTENTION_MASK, Signature, TensorSpec
-from hasten.core.variant import CPU
+from hasten.core.variant import CPU, CUDA
 from hasten.deploy.tritonserver import configs
 from hasten.deploy.tritonserver.batching import Batching, batching
 from hasten.deploy.tritonserver.models.answer import OPTIONS
 from hasten.deploy.tritonserver.models.request import ABOUT
 from hasten.deploy.tritonserver.models.request import TOKENIZER as TOKENIZER_FILE
-from hasten.deploy.tritonserver.options import Options, Repository, Runtime, choose
+from hasten.deploy.tritonserver.options import TENSORRT, Options, Repository, Runtime, choose
 from hasten.deploy.tritonserver.pbtxt import Message, Tensor, Value, to_text
 from hasten.deploy.tritonserver.shipping import is_ours, ship
 from hasten.tasks import TASKS, AnyTask, TaskSpec
@@ -34,7 +35,7 @@ _VERSION = "1"
 _LEAST = "1.21"
 _LABELS = "labels.txt"
 # What a model is called after, by the backend of its variant.
-_WORDS = {"onnxruntime": "onnx", "graph": "onnx", "openvino": "openvino"}
+_WORDS = {"onnxruntime": "onnx", "graph": "onnx", "openvino": "openvino", TENSORRT: "tensorrt"}
 # Tasks whose answer is what the model gives, as it gives it: a row for each text.
 _RAW = ("text-classification", "sentence-similarity", "feature-extraction")
 _CLASSES = "text-classification"
@@ -64,6 +65,8 @@ def write_models(bundle: Bundle, directory: Path, options: Options) -> Repositor
             f"the task '{bundle.manifest.task.name}' is another package's, and its code cannot be shipped"
         )
     artifact = choose(bundle, options)
+    if artifact.variant.backend == TENSORRT:
+        options = replace(options, device=CUDA)
     with translate_os_errors(f"writing {directory}"):
         return _Writer(bundle, directory, options, artifact).write()
 
@@ -101,14 +104,25 @@ class _Writer:
             max_rows=self.max_texts,
             least_onnxruntime=self.least_onnxruntime,
             packages=self.packages,
+            device=self.options.device,
+            place=str(self.record.place) if self.record is not None else "",
         )
 
     def name(self, part: str) -> str:
         return f"{self.options.name}_{_WORDS[self.artifact.variant.backend]}_{part}"
 
-    @property
+    @cached_property
     def signature(self) -> Signature:
-        return self.artifact.signature
+        """The manifest's, in the types of an engine where it is one."""
+        own = self.artifact.signature
+        if self.record is None:
+            return own
+        told = {**self.record.inputs, **self.record.outputs}
+        inputs, outputs = (
+            tuple(replace(spec, dtype=told.get(spec.name, spec.dtype)) for spec in specs)
+            for specs in (own.inputs, own.outputs)
+        )
+        return replace(own, inputs=inputs, outputs=outputs)
 
     @property
     def spec(self) -> TaskSpec:
@@ -136,9 +150,18 @@ class _Writer:
         return configs.is_batched(self.signature)
 
     @cached_property
+    def record(self) -> Record | None:
+        """Of an engine: what it takes and gives is known without loading it, and loading it takes its GPU."""
+        is_engine = self.artifact.variant.backend == TENSORRT
+        return read_record(self.artifact.path().with_suffix(".json")) if is_engine else None
+
+    @cached_property
     def batching(self) -> Batching:
         found = batching(self.bundle.report, self.artifact.variant.name, self.options.max_delay_us)
-        return replace(found, max_rows=self.options.max_rows or found.max_rows)
+        most = self.options.max_rows or found.max_rows
+        if self.record is not None:
+            most = min(most, *(profile.max.batch for profile in self.record.order.profiles))
+        return replace(found, max_rows=most)
 
     @property
     def max_texts(self) -> int:
@@ -150,6 +173,8 @@ class _Writer:
         """What the graph takes, which may be less than the manifest says; a session of ours leaves the rest out."""
         if self.is_python:
             return self.signature.inputs
+        if self.record is not None:
+            return tuple(spec for spec in self.signature.inputs if spec.name in self.record.inputs)
         import onnxruntime
 
         settings = onnxruntime.SessionOptions()
@@ -197,7 +222,8 @@ class _Writer:
 
     @property
     def least_onnxruntime(self) -> str:
-        return _LEAST if not self.is_python and self.artifact.variant.backend != GRAPH_BACKEND else ""
+        is_fused = not self.is_python and self.artifact.variant.backend not in (GRAPH_BACKEND, TENSORRT)
+        return _LEAST if is_fused else ""
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -231,9 +257,11 @@ class _Writer:
         # What asks it has put requests together already, unless it is asked for one at a time.
         share = 1.0 if options.is_flat else 0.5 if self.is_ensemble else 0.0
         samples, files = configs.warmup(self.bundle.report.plan.shapes, signature, self.taken)
+        profiles = len(self.record.order.profiles) if self.record is not None else 0
+        platform = "onnxruntime_onnx" if self.record is None else "tensorrt_plan"
         rest: dict[str, Value] = {
-            **({"backend": "python"} if self.is_python else {"platform": "onnxruntime_onnx"}),
-            "instance_group": configs.instances(options.instances, options.device),
+            **({"backend": "python"} if self.is_python else {"platform": platform}),
+            "instance_group": configs.instances(options.instances, options.device, profiles),
             **({"dynamic_batching": self._waiting(share)} if has_batch else {}),
             "model_warmup": samples,
         }
@@ -255,7 +283,8 @@ class _Writer:
         where = folder / "variant" if self.is_python else folder
         where.mkdir(exist_ok=True)
         for file in artifact.directory.iterdir():
-            if file.is_file():
+            # Beside an engine lies what another is built from, which the server has no use for.
+            if file.is_file() and (self.record is None or file == artifact.path()):
                 shutil.copyfile(file, where / file.name)
         if self.is_python:
             about = {
