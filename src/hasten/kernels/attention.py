@@ -69,7 +69,8 @@ def attention(
         bias.shape[1] if bias is not None else 0,
         has_bias=bias is not None,
         size=size,
-        block=triton.next_power_of_2(size),
+        # Tensor cores take no fewer.
+        block=max(16, triton.next_power_of_2(size)),
         rows=rows,
         keys=keys,
         num_warps=warps,
