@@ -103,7 +103,8 @@ def main() -> None:
                 lengths = [int(line) for line in args.lengths.read_text().split()]
                 results["stream"] = stream(lengths, sessions)
                 print(results["stream"], flush=True)
-        # After each, so that a lease which ends loses the last one alone.
+        torch.compiler.reset()
+        # After each, so that one that fails takes no other with it.
         args.output.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
 
 
@@ -127,7 +128,9 @@ def prepare(about: Study, variants: Sequence[Variant], work: Path) -> tuple[Any,
             module=module, signature=SIGNATURE, tokenizer=SimpleNamespace(pad_id=1), config=config
         )
         export(loaded, work / "model.onnx")
-        graphs = apply_passes(work / "model.onnx", work, config, external_data=False).by_dialect()
+        apply_passes(work / "model.onnx", work, config, external_data=False)
+        # As they were before they were pruned.
+        graphs = {Dialect.ONNX: work / "folded" / "model.onnx", Dialect.ORT_CUDA: work / "whole" / "model.onnx"}
     sessions: dict[str, Session] = {}
     for variant in variants:
         backend, folder = BACKENDS.get(variant.backend), work / variant.name

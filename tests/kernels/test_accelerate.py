@@ -238,7 +238,7 @@ def test_what_cannot_be_accelerated_says_why() -> None:
         accelerated(model_of("Roberta", "Model", is_decoder=True))
 
 
-@pytest.mark.skipif(bool(this_machine().gpus), reason="of a machine without a GPU")
+@pytest.mark.skipif(bool(this_machine().gpus), reason="it would be accelerated here")
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(UnsupportedError, match="there is no NVIDIA GPU here"):
         hasten.accelerate(model_of("Bert", "Model"))
@@ -247,7 +247,7 @@ def test_without_a_gpu_it_says_so() -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="of a machine with a GPU")
 def test_on_a_gpu_it_says_where_the_model_lies() -> None:
     with pytest.raises(UnsupportedError, match="the model lies on cpu"):
-        hasten.accelerate(model_of("Bert", "Model"))
+        hasten.accelerate(model_of("Bert", "Model").cpu())
     with pytest.raises(UnsupportedError, match=r"not in torch\.float32"):
         hasten.accelerate(model_of("Bert", "Model").cuda(), dtype=torch.float32)
 

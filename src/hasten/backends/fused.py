@@ -6,7 +6,7 @@ a bucket that was seen before is one launch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from hasten.core.variant import Precision, Support, Variant
 if TYPE_CHECKING:
     from hasten.kernels.encoder import Geometry, Packed
     from hasten.kernels.packing import Bucket
+    from hasten.kernels.replay import Fill
 
 CUDA = "cuda"
 FILE, ABOUT = "model.safetensors", "fused.json"
@@ -179,9 +180,10 @@ class FusedSession(OpenSession):
         masks = signature.counts(signature.outputs[0], batch) if self._is_of_masks else None
         is_few = batch.tokens <= MOST_TOKENS and (masks is None or int(masks.sum()) <= MOST_PICKED)
         if is_few or len(batch) == 1:
-            return self._run(batch)
+            bucket, fill = self._packing(batch)
+            return self._outputs(self.replay(bucket, fill), batch)
         rows = parts(batch.lengths, masks)
-        return gather([(part, self._run(batch.take(part))) for part in rows], batch, signature)
+        return gather(list(zip(rows, self._in_turn(map(batch.take, rows)), strict=True)), batch, signature)
 
     def tune(self, folder: Path | None = None) -> None:
         """For all sizes of batches; kept there, or in the cache."""
@@ -194,16 +196,40 @@ class FusedSession(OpenSession):
     def close(self) -> None:
         self.replay.clear()
 
-    def _run(self, batch: Batch) -> dict[str, Any]:
+    def _in_turn(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
+        """While the device is at one, the host packs the next."""
+        batch = next(batches, None)
+        ready = self._packed(batch)
+        while batch is not None and ready is not None:
+            self.replay.start(*ready)
+            following = next(batches, None)
+            ready = self._packed(following)
+            yield self._outputs(self.replay.finish(), batch)
+            batch = following
+
+    def _packed(self, batch: Batch | None) -> tuple[Bucket, Fill] | None:
+        """Beside the place that the device takes batches from, which may be in use."""
+        if batch is None:
+            return None
+        bucket, fill = self._packing(batch)
+        whole = np.empty(sum(bucket.sizes), np.int32)
+        fill(whole)
+        return bucket, partial(np.copyto, src=whole)
+
+    def _packing(self, batch: Batch) -> tuple[Bucket, Fill]:
         from hasten.kernels.packing import Bucket, pack, places_of
 
-        signature = self.spec.signature
-        masks = np.flatnonzero(batch.values["input_ids"] == signature.mask_id) if self._is_of_masks else None
+        masks = None
+        if self._is_of_masks:
+            masks = np.flatnonzero(batch.values["input_ids"] == self.spec.signature.mask_id)
         bucket = Bucket.of(batch.lengths, None if masks is None else len(masks))
         places = places_of(batch, self._about.geometry.first_place)
-        fill = partial(pack, batch=batch, bucket=bucket, places=places, picked=masks)
-        # Without what the bucket had room for; where there are several outputs, each is a column.
-        found: FloatArray = self.replay(bucket, fill)[: int(signature.counts(signature.outputs[0], batch).sum())]
+        return bucket, partial(pack, batch=batch, bucket=bucket, places=places, picked=masks)
+
+    def _outputs(self, results: FloatArray, batch: Batch) -> Outputs:
+        """Without what the bucket had room for; where there are several outputs, each is a column."""
+        signature = self.spec.signature
+        found = results[: int(signature.counts(signature.outputs[0], batch).sum())]
         if len(signature.outputs) == 1:
             return {signature.outputs[0].name: found.copy()}
         return {spec.name: found[:, place].copy() for place, spec in enumerate(signature.outputs)}

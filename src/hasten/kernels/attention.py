@@ -69,7 +69,7 @@ def attention(
         bias.shape[1] if bias is not None else 0,
         has_bias=bias is not None,
         size=size,
-        # Tensor cores take no fewer.
+        # No side of a product on the tensor cores is shorter.
         block=max(16, triton.next_power_of_2(size)),
         rows=rows,
         keys=keys,

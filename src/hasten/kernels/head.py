@@ -29,7 +29,7 @@ def dense(x: Any, rows: Any | None, weight: Any, bias: Any, activation: str = ""
     columns, width = weight.shape
     out = torch.empty((count, columns), dtype=torch.float32, device=x.device)
     is_many = count > _MANY
-    block = triton.next_power_of_2(width)
+    block = max(16, triton.next_power_of_2(width))
     _dense[(triton.cdiv(columns, _COLUMNS), triton.cdiv(count, _ROWS) if is_many else count)](
         x,
         x if rows is None else rows,

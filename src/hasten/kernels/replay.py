@@ -30,12 +30,24 @@ class Replay:
         # The one that was used last is last.
         self._graphs: dict[Bucket, _Graph] = {}
         self._used_stream = self.stream
+        self._results: Any = None
 
     def __call__(self, bucket: Bucket, fill: Fill) -> Any:
-        """The results on the host, until the next call; on the CPU, through Triton's interpreter, for tests."""
+        """The results on the host, until the next call."""
+        self.start(bucket, fill)
+        return self.finish()
+
+    def start(self, bucket: Bucket, fill: Fill) -> None:
+        """The host may do something else meanwhile. On the CPU, for tests, through Triton's interpreter."""
         if self.stream is None:
-            return self.on_device(bucket, fill).numpy()
-        return self._graph(bucket)(fill)
+            self._results = self.on_device(bucket, fill)
+        else:
+            self._results = self._graph(bucket).start(fill)
+
+    def finish(self) -> Any:
+        if self.stream is not None:
+            self.stream.synchronize()
+        return self._results.numpy()
 
     def on_device(self, bucket: Bucket, fill: Fill) -> Any:
         """The results where they are, for what is queued next on the caller's stream, until the next call."""
@@ -115,11 +127,10 @@ class _Graph:
         self._here, self._back = here.numpy(), back
         self._is_done = torch.cuda.Event()
 
-    def __call__(self, fill: Fill) -> Any:
+    def start(self, fill: Fill) -> Any:
         fill(self._here)
         self.replay()
-        self._stream.synchronize()
-        return self._back.numpy()
+        return self._back
 
     def queue(self, fill: Fill, stream: Any) -> Any:
         """On the current stream, without waiting for anything but that the batch before it was taken."""
