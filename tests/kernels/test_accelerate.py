@@ -252,6 +252,18 @@ def test_on_a_gpu_it_says_where_the_model_lies() -> None:
         hasten.accelerate(model_of("Bert", "Model").cuda(), dtype=torch.float32)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="of what a GPU computes in")
+def test_in_the_other_half_precision_and_for_a_model_in_one() -> None:
+    model = model_of("Bert", "Model")
+    feeds = feeds_of(70, 1, 60)
+    expected = ask(model, **feeds).last_hidden_state
+    found = ask(hasten.accelerate(model, dtype=torch.bfloat16), **feeds).last_hidden_state
+    where = feeds["attention_mask"].bool()
+    # With eight times the rounding of fp16.
+    assert (found - expected)[where].norm() / expected[where].norm() <= 8 * TOLERANCE
+    assert ask(hasten.accelerate(model.half()), **feeds).last_hidden_state.dtype == torch.float16
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="of streams, which a GPU has")
 def test_threads_share_it_each_on_a_stream_of_its_own() -> None:
     model = model_of("Bert", "Model")

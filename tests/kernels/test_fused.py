@@ -77,7 +77,7 @@ def test_text_classification_of_every_family(family: str, tmp_path: Path) -> Non
     [("ForTokenClassification", ["logits"]), ("ForQuestionAnswering", ["start_logits", "end_logits"])],
 )
 def test_scores_of_every_token(kind: str, outputs: list[str], tmp_path: Path) -> None:
-    module = Exportable(model_of("Bert", kind), INPUTS, outputs)
+    module = Exportable(model_of("Bert", kind, layers=FEW_LAYERS), INPUTS, outputs)
     theirs, ours = both(module, signature_of(*outputs, per_token=True), tmp_path)
     compare(theirs, ours, batch_of(5, 17, 1))
 
@@ -183,13 +183,13 @@ def test_the_last_layer_is_computed_for_all_on_request(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("pooling", [[kind] for kind in Pooling] + [[Pooling.CLS, Pooling.MEAN]], ids=str)
 def test_embeddings_of_every_pooling(pooling: list[Pooling], tmp_path: Path) -> None:
     head = PoolingHead(pooling, [], normalize=True)
-    module = Pooled(model_of("Bert", "Model"), INPUTS, ["embedding"], head)
+    module = Pooled(model_of("Bert", "Model", layers=FEW_LAYERS), INPUTS, ["embedding"], head)
     theirs, ours = both(module, signature_of("embedding"), tmp_path)
     compare(theirs, ours, batch_of(5, 17, 1))
 
 
 def test_a_row_is_answered_alike_in_any_company(tmp_path: Path) -> None:
-    module = Exportable(model_of("Roberta", "ForSequenceClassification"), INPUTS, ["logits"])
+    module = Exportable(model_of("Roberta", "ForSequenceClassification", layers=FEW_LAYERS), INPUTS, ["logits"])
     _, ours = both(module, signature_of("logits"), tmp_path)
     # By the kernels for few tokens or by the others.
     batch = batch_of(3, 17, 1)

@@ -212,7 +212,8 @@ class FusedSession(OpenSession):
         if batch is None:
             return None
         bucket, fill = self._packing(batch)
-        whole = np.empty(sum(bucket.sizes), np.int32)
+        # Zeros: `pack` leaves what stands behind the last token, and kernels look its words up.
+        whole = np.zeros(sum(bucket.sizes), np.int32)
         fill(whole)
         return bucket, partial(np.copyto, src=whole)
 
