@@ -151,6 +151,23 @@ class FusedSession(OpenSession):
         rows = parts(batch.lengths)
         return gather([(part, self._run(batch.take(part))) for part in rows], batch, self.spec.signature)
 
+    @property
+    def most_tokens(self) -> int:
+        from hasten.kernels.packing import MOST_TOKENS
+
+        return MOST_TOKENS
+
+    def rounded(self, tokens: int) -> int:
+        from hasten.kernels.packing import Bucket
+
+        return Bucket.of([tokens]).tokens
+
+    def samples(self, tokens: int, rows: int) -> Sequence[Batch]:
+        from hasten.kernels.replay import MOST_GRAPHS
+        from hasten.kernels.sizes import samples
+
+        return samples(tokens, rows, self.spec.signature)[:MOST_GRAPHS]
+
     def close(self) -> None:
         self.replay.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ from hasten.core.tensors import IntArray
 from hasten.kernels.packing import Bucket
 
 # Each holds some of the driver's memory.
-_MOST_GRAPHS = 256
+MOST_GRAPHS = 256
+# Sessions of several threads record one at a time: what one allocates meanwhile would be an error in the other.
+_recording = threading.Lock()
 
 
 class Replay:
@@ -40,10 +43,11 @@ class Replay:
         """Those that were not used for long make room."""
         graph = self._graphs.pop(bucket, None)
         if graph is None:
-            graph = _Graph(self._compute, bucket, self.stream, self._pool)
+            with _recording:
+                graph = _Graph(self._compute, bucket, self.stream, self._pool)
             self._pool = graph.pool
         self._graphs[bucket] = graph
-        if len(self._graphs) > _MOST_GRAPHS:
+        if len(self._graphs) > MOST_GRAPHS:
             self._graphs.pop(next(iter(self._graphs)))
         return graph
 
@@ -67,7 +71,8 @@ class _Graph:
             self._graph = torch.cuda.CUDAGraph()
             # cuBLAS's workspace must be the graph's own: others may give back the one there is (torch.compile does).
             torch._C._cuda_clearCublasWorkspaces()
-            with torch.cuda.graph(self._graph, pool=pool, stream=stream):
+            # Other threads go on replaying theirs.
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 there.copy_(here, non_blocking=True)
                 back.copy_(compute(there, bucket), non_blocking=True)
             torch._C._cuda_clearCublasWorkspaces()

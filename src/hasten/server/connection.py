@@ -6,10 +6,7 @@ Measured against uvicorn with the same application: docs/decisions/http.md.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import sys
-import termios
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -19,6 +16,7 @@ from typing import Any
 
 from hasten.core.errors import InputError, OverloadedError, TooLargeError
 from hasten.server.exchange import REQUEST_ID, Exchange, Response, failure, has_large_body
+from hasten.server.outlet import Outlet
 from hasten.server.watch import Seen, Watcher, request_id
 from hasten.server.wire import CONTINUE, target, to_bytes
 
@@ -108,7 +106,7 @@ class Connection(asyncio.Protocol):
     # asyncio
 
     def connection_made(self, transport: Any) -> None:
-        self._transport = transport
+        self._transport, self._outlet = transport, Outlet(transport)
         owner = self._owner
         owner.open.add(self)
         if len(owner.open) > 2 * owner.limits.connections:
@@ -120,15 +118,19 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._owner.open.discard(self)
+        self._outlet.close()
         self._stop_waiting()
         if self._write_timer is not None:
             self._write_timer.cancel()
-        exchanges = [exchange for exchange, _ in self._waiting]
-        for exchange in ([self._current] if self._current else []) + exchanges:
+        leaving = [exchange for exchange, _ in self._waiting]
+        # One that was sent its answer is on its way to `_write`, which counts it.
+        if self._current is not None and not self._outlet.has_sent:
+            leaving.insert(0, self._current)
+            self._current = None
+        for exchange in leaving:
             self._owner.held_bytes -= len(exchange.body)
             exchange.leave()
         self._waiting.clear()
-        self._current = None
         self._is_deaf = True
         self._reset()
 
@@ -202,7 +204,7 @@ class Connection(asyncio.Protocol):
         elif has_large_body(self._headers) and (refusal := self._unwanted()):
             self._refuse(refusal)
         elif self._headers.get("expect", "").lower() == "100-continue" and not self._is_deaf:
-            self._transport.write(CONTINUE)
+            self._outlet.write(CONTINUE)
 
     def on_chunk_header(self) -> None:
         self._unseen = 0
@@ -232,6 +234,8 @@ class Connection(asyncio.Protocol):
         exchange = Exchange(method, path, query, self._headers, body, self._answered, limit)
         # Of older clients none is told how to know that the connection stays.
         is_kept = self._parser.should_keep_alive() and self._parser.get_http_version() != "1.0"
+        # What follows an upgrade may be another protocol.
+        is_kept = is_kept and not self._parser.should_upgrade()
         self._waiting.append((exchange, is_kept))
         self._ahead_bytes += len(body)
         if self._current is None:
@@ -261,7 +265,10 @@ class Connection(asyncio.Protocol):
             self._wait(self._owner.limits.idle_s, self._leave)
 
     def _answered(self, response: Response) -> None:
-        """From any thread."""
+        """From any thread, which sends it where others may follow; the loop does the rest."""
+        exchange = self._current
+        if exchange is not None and self._is_kept and not self._is_deaf and not self._owner.is_draining:
+            self._outlet.send(_written(response, exchange))
         with suppress(RuntimeError):  # the loop is closed, and with it the connection
             self._loop.call_soon_threadsafe(self._write, response)
 
@@ -269,13 +276,14 @@ class Connection(asyncio.Protocol):
         exchange, self._current = self._current, None
         if exchange is None:
             return
+        was_sent, self._outlet.has_sent = self._outlet.has_sent, False
         self._owner.held_bytes -= len(exchange.body)
         if self._transport.is_closing():
             exchange.was_sent(response)
             return
         is_ending = self._is_deaf or self._owner.is_draining
         is_last = not self._is_kept or (is_ending and not self._waiting and self._refusal is None)
-        self._transport.write(to_bytes(response, not is_last, has_body=exchange.method != "HEAD", request=exchange.id))
+        self._outlet.write(b"" if was_sent else _written(response, exchange, is_keeping=not is_last))
         exchange.was_sent(response)
         if not is_last:
             self._next()
@@ -303,7 +311,7 @@ class Connection(asyncio.Protocol):
     def _say_why(self) -> None:
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
-            self._transport.write(to_bytes(refusal, is_keeping=False, has_body=True, request=self._refused))
+            self._outlet.write(to_bytes(refusal, is_keeping=False, has_body=True, request=self._refused))
             self._linger()
 
     def _linger(self) -> None:
@@ -362,7 +370,7 @@ class Connection(asyncio.Protocol):
     def _probe(self) -> None:
         """An interim response means nothing to a client that waits, and tells of one that is gone: it breaks."""
         if not self._is_stuck and self._parser.get_http_version() != "1.0":
-            self._transport.write(CONTINUE)
+            self._outlet.write(CONTINUE)
         self._wait(_PROBE_S, self._probe)
 
     def _leave(self) -> None:
@@ -374,21 +382,13 @@ class Connection(asyncio.Protocol):
         """Cut off whoever takes nothing of what it was sent."""
         if self._write_timer is not None:
             self._write_timer.cancel()
-        self._write_timer = self._loop.call_later(self._owner.limits.read_s, self._check_reader, self._unread())
+        self._write_timer = self._loop.call_later(self._owner.limits.read_s, self._check_reader, self._outlet.unread())
 
     def _check_reader(self, before: int) -> None:
-        if self._unread() < before:
+        if self._outlet.unread() < before:
             self._watch_reader()
         elif self._is_stuck or self._transport.is_closing():
             self._transport.abort()
-
-    def _unread(self) -> int:
-        """Bytes that the client has not taken: here, and in the kernel, which keeps a few million."""
-        size = bytearray(4)
-        with suppress(OSError):
-            fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, size)
-        unread: int = self._transport.get_write_buffer_size()
-        return unread + int.from_bytes(size, sys.byteorder)
 
     def _wait(self, seconds: float, then: Callable[[], None]) -> None:
         self._stop_waiting()
@@ -398,3 +398,7 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _written(response: Response, exchange: Exchange, *, is_keeping: bool = True) -> bytes:
+    return to_bytes(response, is_keeping, has_body=exchange.method != "HEAD", request=exchange.id)
