@@ -82,6 +82,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, owner: Connections) -> None:
         import httptools
 
+        self._httptools = httptools
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
@@ -135,10 +136,9 @@ class Connection(asyncio.Protocol):
         self._reset()
 
     def data_received(self, data: bytes) -> None:
-        import httptools
-
         if self._is_deaf:
             return
+        httptools = self._httptools
         self._unseen += len(data)
         try:
             self._parser.feed_data(data)
@@ -154,6 +154,8 @@ class Connection(asyncio.Protocol):
             # The parser keeps a header to itself until it is whole.
             if self._unseen > _MOST_HEADER_BYTES:
                 self._refuse_headers()
+            elif self._is_within and self._timer is None:
+                self._wait(self._owner.limits.read_s, self._give_up)
 
     def eof_received(self) -> bool:
         """A client that has sent all it will may still wait for its answers, except where TLS cannot tell that."""
@@ -183,7 +185,7 @@ class Connection(asyncio.Protocol):
         if not self._is_deaf:
             self._reset()
             self._is_within = True
-            self._wait(self._owner.limits.read_s, self._give_up)
+            self._stop_waiting()
 
     def on_url(self, url: bytes) -> None:
         self._url += url

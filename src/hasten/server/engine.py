@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -205,21 +206,22 @@ class Engine:
             if request.deadline is not None and begin > request.deadline:
                 raise DeadlineError("its time was over before it was begun")
             encoded = request.encode()
-            if not encoded.batch.lengths.all() or not len(encoded.batch):
-                raise InputError("there is no token in it, or in one of its texts")
-            encode_s = time.monotonic() - begin
+            arrived = time.monotonic()
+            encode_s = arrived - begin
             work = Work(
                 encoded.batch,
-                time.monotonic(),
+                arrived,
                 lambda outputs: self._finish(request, encoded, outputs, encode_s),
                 request.priority,
                 request.deadline,
             )
+            if not work.rows or 0 in work.rows:
+                raise InputError("there is no token in it, or in one of its texts")
             with self._lock:
                 request.work = work
                 work.is_cancelled = request.is_cancelled
                 self._queue.put(work)
-                self._admission.encoded(work.batch.tokens)
+                self._admission.encoded(work.tokens)
                 self._crew.wake_worker()
         except HastenError as error:
             self._answer(request, error, None)
@@ -229,8 +231,9 @@ class Engine:
 
     def _run(self, worker: Worker, job: Job) -> None:
         worker.busy_since = time.monotonic()
+        tokens = job.tokens
         try:
-            with self._seat.turn(job.batch.tokens):
+            with self._seat.turn(tokens):
                 begin = time.monotonic()
                 outputs = worker.session.run(job.batch)
                 seconds = time.monotonic() - begin
@@ -240,10 +243,10 @@ class Engine:
             self._isolate(worker, job, error)
             return
         worker.busy_since = None
-        with self._lock:
-            self._admission.ran(job.batch.tokens, len(job.slices), seconds)
         self._hand_out(job, parts, seconds)
         # Counted when those who wait have their answers.
+        with self._lock:
+            self._admission.ran(tokens, len(job.slices), seconds)
         try:
             self._observer.on_batch(job, seconds)
         except Exception:
@@ -267,16 +270,13 @@ class Engine:
             with self._lock:
                 work.parts.append((part.rows, own))
                 work.compute_s += seconds
-                is_complete = sum(len(rows) for rows, _ in work.parts) == len(work.batch)
-            if is_complete:
-                self._later(work)
-
-    def _later(self, work: Work) -> None:
-        """Decoded here if nothing else is to be run, by others if so."""
-        with self._lock:
-            is_given = self._queue.oldest is not None and self._crew.give_away(lambda: self._complete(work))
-        if not is_given:
-            self._complete(work)
+                work.missing -= len(part.rows)
+                is_complete = not work.missing
+                # Decoded here if nothing else is to be run, by others if so.
+                is_busy = is_complete and self._queue.oldest is not None
+                is_given = is_busy and self._crew.give_away(partial(self._complete, work))
+            if is_complete and not is_given:
+                self._complete(work)
 
     def _complete(self, work: Work) -> None:
         outcome: Outputs | HastenError
@@ -317,7 +317,7 @@ class Engine:
             self._answer(request, outputs, None)
             return
         queue_s = max(0.0, time.monotonic() - work.arrived - work.compute_s)
-        measured = Measured(len(encoded.batch), encoded.batch.tokens, encode_s, queue_s, work.compute_s)
+        measured = Measured(len(encoded.batch), work.tokens, encode_s, queue_s, work.compute_s)
         try:
             answer = request.decode(outputs, encoded)
         except HastenError as error:
@@ -332,7 +332,7 @@ class Engine:
         with self._lock:
             self._open -= 1
             if request.work is not None:
-                self._admission.answered(request.work.batch.tokens)
+                self._admission.answered(request.work.tokens)
                 # They know each other: without this only the garbage collector, which stops all threads, frees them.
                 request.work = None
             if not self._open:

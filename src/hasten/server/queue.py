@@ -51,12 +51,17 @@ class Work:
     is_over: bool = False
     compute_s: float = 0.0
     parts: list[tuple[IntArray, Outputs]] = field(default_factory=list)
+    tokens: int = field(init=False)
+    # How many of its rows have no outputs yet.
+    missing: int = field(init=False)
     # The places of its rows that still wait, by their length; and its own place in the order of arrival.
     rows: dict[int, list[int]] = field(init=False, default_factory=dict)
     order: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        for place, length in enumerate(self.batch.lengths.tolist()):
+        lengths = self.batch.lengths.tolist()
+        self.tokens, self.missing = sum(lengths), len(lengths)
+        for place, length in enumerate(lengths):
             self.rows.setdefault(length, []).append(place)
 
     @property
@@ -87,6 +92,11 @@ class Job:
     batch: Batch
     slices: Sequence[Slice]
     rounded: Callable[[int], int] | None = None
+
+    @property
+    def tokens(self) -> int:
+        work = self.slices[0].work
+        return work.tokens if len(self.slices) == 1 and work.batch is self.batch else self.batch.tokens
 
     @classmethod
     def of(cls, slices: Sequence[Slice], rounded: Callable[[int], int] | None = None) -> Job:
@@ -134,14 +144,16 @@ class Queue:
         self._works[work.order] = work
         for length in work.rows:
             self._by_length.setdefault(length, {})[work.order] = work
-        self._rows += len(work.batch)
-        self._tokens += work.batch.tokens
+        self._rows += work.missing
+        self._tokens += work.tokens
 
     def take(self, now: float) -> Job | None:
         """The next batch; None where nothing waits. Whoever's time is over, or who has left, is put aside."""
         self.drop(now)
         if not self._works:
             return None
+        if len(self._works) == 1 and (lone := self._lone()) is not None:
+            return lone
         chosen: dict[int, list[int]] = {}
         works: dict[int, Work] = {}
         for work, length, place in self._companions():
@@ -154,6 +166,18 @@ class Queue:
             self._keep(work, {length: [p for p in places if p not in taken] for length, places in work.rows.items()})
         slices = [Slice(works[order], np.array(sorted(places))) for order, places in chosen.items()]
         return Job.of(slices, self._limits.rounded)
+
+    def _lone(self) -> Job | None:
+        """The only one that waits, where all of it is a batch without padding: a short way for who has come alone."""
+        (work,) = self._works.values()
+        if len(work.rows) > 1:
+            return None
+        ((length, places),) = work.rows.items()
+        rows, limits = len(places), self._limits
+        if rows < len(work.batch) or rows > limits.rows_per_batch or rows * length > limits.tokens_per_batch:
+            return None
+        self._remove([work])
+        return Job(work.batch, [Slice(work, np.arange(rows))], limits.rounded)
 
     def discard(self, work: Work) -> bool:
         """Take it out; whether any of it still waited."""

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hasten.backends import Artifact, HasSizes, RunOptions, Session
 from hasten.bundle import Bundle, open_bundle
@@ -102,6 +102,11 @@ class Served:
         return cls(name, open_bundle(path), settings, turns, observer)
 
     @cached_property
+    def usual_options(self) -> Any:
+        """The task's own, where a request gives none."""
+        return self.task.options(self.spec, {})
+
+    @cached_property
     def token_types(self) -> int:
         """The highest that the tokenizer gives: runtimes look up others beyond the end of a table."""
         types = self.tokenizer.encode([("a", "a")]).batch.values.get("token_type_ids")
@@ -127,8 +132,7 @@ class Served:
             items = self.task.parse(given)
             if len(items) > self.settings.items:
                 raise TooLargeError(f"{len(items)} items are more than {self.settings.items}")
-            chosen = options if options is not None else self.task.options(self.spec, {})
-            encoded = self.task.encode(items, self.tokenizer, chosen)
+            encoded = self.task.encode(items, self.tokenizer, self.usual_options if options is None else options)
             check(encoded)
             return encoded
 
