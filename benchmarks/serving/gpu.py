@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def made(folder: Path) -> Path:
-    """A classifier whose vocabulary has the words that it is asked about, and letters for all others."""
+    """A classifier whose vocabulary has the words that it is asked about; all others are unknown."""
     import tokenizers
     import torch
     import transformers
@@ -79,11 +79,9 @@ def made(folder: Path) -> Path:
     torch.manual_seed(0)
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**MINI, num_labels=2))
     model.save_pretrained(folder)
-    letters = [chr(place) for place in range(33, 127)]
-    pieces = dict.fromkeys([*SPECIAL, *letters, *(f"##{letter}" for letter in letters), *WORDS.split()])
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.WordPiece({piece: place for place, piece in enumerate(pieces)}, unk_token="[UNK]")
-    )
+    pieces = dict.fromkeys([*SPECIAL, *WORDS.split()])
+    vocabulary = {piece: place for place, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
     backend.normalizer = tokenizers.normalizers.BertNormalizer()
     backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     backend.post_processor = tokenizers.processors.TemplateProcessing(
