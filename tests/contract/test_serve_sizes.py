@@ -1,4 +1,4 @@
-"""A session that computes in sizes made ready before, as one on a GPU does: warmed in all of them, batched by tokens."""
+"""A session that computes in sizes made ready before, as one on a GPU does: warmed in all, batched by tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 from typing import Any
 
 import pytest
-from operating import until
 
 from hasten.backends import Artifact, RunOptions, Session, uniform_batch
 from hasten.bundle import Bundle
@@ -17,6 +16,7 @@ from hasten.server.engine import Observer
 from hasten.server.fairness import Turns
 from hasten.server.queue import Job
 from hasten.server.served import ModelSettings, Served
+from operating import until
 
 SIZES = (16, 32, 64)
 
@@ -39,7 +39,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
         run = session.run
         session.most_tokens = SIZES[-1]
         session.rounded = lambda tokens: next(size for size in SIZES if size >= tokens)
-        session.samples = lambda tokens, rows: [
+        session.samples = lambda tokens, _: [
             uniform_batch(Shape(1, size), artifact.signature) for size in SIZES if size <= tokens
         ]
         session.run = lambda batch: (batches.append(batch), run(batch))[1]
