@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from hasten.core.tensors import BATCH, SEQUENCE, DType, Signature, TensorSpec
+from hasten.backends import HasSizes
+from hasten.backends.fused import FusedSession
+from hasten.core.tensors import BATCH, SEQUENCE, DType, Layout, SessionSpec, Signature, TensorSpec
 from hasten.kernels.packing import Bucket
+from hasten.kernels.replay import MOST_GRAPHS
 from hasten.kernels.sizes import samples
 
 SIGNATURE = Signature(
@@ -34,3 +37,11 @@ def test_all_that_usual_batches_have() -> None:
         lengths = random.integers(8, SIGNATURE.max_length + 1, random.integers(1, ROWS + 1))
         fitting = lengths[np.cumsum(lengths) <= TOKENS]
         assert Bucket.of(fitting) in known
+
+
+def test_the_fused_backend_offers_as_many_as_it_holds() -> None:
+    session = object.__new__(FusedSession)  # no weights are needed to tell
+    session.spec = SessionSpec(SIGNATURE, Layout.PACKED, "cuda", "fp16")
+    assert isinstance(session, HasSizes)
+    assert len(session.samples(session.most_tokens, 256)) == MOST_GRAPHS
+    assert [session.rounded(tokens) for tokens in (1, 17, 130)] == [16, 32, 144]
