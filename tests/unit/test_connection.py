@@ -487,3 +487,26 @@ def test_who_leaves_with_its_answer_was_answered(site: Site) -> None:
             raw.close()
     until(lambda: bool(site.seen) and not site.connections.open)
     assert [seen.status for seen in site.seen] == [200]
+
+
+def test_whoever_has_its_answer_finds_it_counted(site: Site) -> None:
+    with site.connect() as first, site.connect() as second:
+        first.sendall(get("/held"))
+        until(lambda: len(site.asked) == 1)
+        site.asked[0].watch = site.seen.append
+        second.sendall(get("/other"))
+        assert second.recv(2**16)
+        counted: list[int] = []
+        app = site.connections.app
+
+        def counting(exchange: Exchange) -> None:
+            counted.append(len(site.seen))
+            app(exchange)
+
+        site.connections.app = counting
+        with standstill(site):
+            site.asked[0].reply(Response.text("the answer"))
+            assert first.recv(2**16).endswith(b"the answer")
+            second.sendall(get("/after"))
+        assert second.recv(2**16)
+    assert counted == [1]

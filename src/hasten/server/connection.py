@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hasten.core.errors import InputError, OverloadedError, TooLargeError
@@ -60,11 +61,19 @@ class Connections:
         self.refusal = refusal
         self.watch = watch
         self.open: set[Connection] = set()
+        # Answers that threads have given, and may have sent, for the loop to settle before it takes anything else:
+        # whoever has its answer finds it counted.
+        self.answered: deque[tuple[Connection, Response]] = deque()
         self.held_bytes = 0
         self.is_draining = False
 
     def __call__(self) -> Connection:
         return Connection(self)
+
+    def settle(self) -> None:
+        for _ in range(len(self.answered)):
+            connection, response = self.answered.popleft()
+            connection.settle(response)
 
     def drain(self) -> None:
         """Answer what was asked, take nothing more, close what is idle."""
@@ -124,7 +133,7 @@ class Connection(asyncio.Protocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
         leaving = [exchange for exchange, _ in self._waiting]
-        # One that was sent its answer is on its way to `_write`, which counts it.
+        # One that was sent its answer is still to be settled, and is counted then.
         if self._current is not None and not self._outlet.has_sent:
             leaving.insert(0, self._current)
             self._current = None
@@ -226,6 +235,7 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._is_deaf:
             return
+        self._owner.settle()
         self._stop_waiting()
         self._is_within = False
         path, query = target(self._url)
@@ -268,17 +278,21 @@ class Connection(asyncio.Protocol):
 
     def _answered(self, response: Response) -> None:
         """From any thread, which sends it where others may follow; the loop does the rest."""
-        exchange = self._current
-        if exchange is not None and self._is_kept and not self._is_deaf and not self._owner.is_draining:
-            self._outlet.send(_written(response, exchange))
+        exchange, owner = self._current, self._owner
+        announce = partial(owner.answered.append, (self, response))
+        if exchange is not None and self._is_kept and not self._is_deaf and not owner.is_draining:
+            self._outlet.send(_written(response, exchange), announce)
+        else:
+            announce()
         with suppress(RuntimeError):  # the loop is closed, and with it the connection
-            self._loop.call_soon_threadsafe(self._write, response)
+            self._loop.call_soon_threadsafe(owner.settle)
 
-    def _write(self, response: Response) -> None:
+    def settle(self, response: Response) -> None:
+        """Write what was not sent, count it, and go on to the next."""
+        was_sent = self._outlet.settle()
         exchange, self._current = self._current, None
         if exchange is None:
             return
-        was_sent, self._outlet.has_sent = self._outlet.has_sent, False
         self._owner.held_bytes -= len(exchange.body)
         if self._transport.is_closing():
             exchange.was_sent(response)
