@@ -160,26 +160,39 @@ class Running:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
             return str(answer.read().decode())
 
+    def counters(self) -> dict[str, float]:
+        """What hasten counts, without what it sorts into buckets; nothing of others."""
+        if not self.contender.name.startswith("hasten"):
+            return {}
+        lines = [line for line in self.get("/metrics").splitlines() if line.startswith("hasten_")]
+        counted = (line for line in lines if "_bucket" not in line)
+        return {line.partition("{")[0].split()[0]: float(line.rsplit(" ", 1)[1]) for line in counted}
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
     def memory_bytes(self) -> int:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.partition("VmRSS:")[2].split()[0]) * 1024
 
     def tree_bytes(self) -> int:
         """Of the process and all that it started, what they share counted once."""
-        parents = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError, IndexError):  # it has ended meanwhile
-                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        total, waiting = 0, [self.process.pid]
-        while waiting:
-            one = waiting.pop()
-            waiting += [child for child, parent in parents.items() if parent == one]
+        total = 0
+        for one in self._tree():
             with suppress(OSError):
                 lines = Path(f"/proc/{one}/smaps_rollup").read_text()
                 total += int(lines.partition("\nPss:")[2].split()[0]) * 1024
         return total
 
+    def pause(self) -> None:
+        """Nothing of it runs until `resume`: some use the processor also while nobody asks them."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
     def stop(self) -> None:
+        self.resume()  # the end, too, is something it does
         self.process.terminate()
         try:
             self.process.wait(30)
@@ -193,6 +206,23 @@ class Running:
         for file in Path("/dev/shm").glob(f"hasten{self.process.pid}*"):
             file.unlink()
         self._folder.cleanup()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for one in self._tree():
+            with suppress(ProcessLookupError):
+                os.kill(one, number)
+
+    def _tree(self) -> list[int]:
+        """It, and all that it started: not all stay in its group or session."""
+        children: dict[int, list[int]] = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError, IndexError):  # it has ended meanwhile
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(folder.name))
+        found = [self.process.pid]
+        for one in found:
+            found += children.get(one, [])
+        return found
 
     def _wait(self, until: float) -> None:
         while True:

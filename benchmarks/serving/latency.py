@@ -4,7 +4,8 @@
 
 DIR of a text classifier as Hugging Face saves it; ENV are virtual environments for the peers, made where they are not
 there. All take short turns with the work in process, each over the same graph where it can, so that what is left
-between the two is the server. Nothing else may run on the machine meanwhile.
+between the two is the server. Servers whose turn it is not are stopped (SIGSTOP) until it is: some use the processor
+while nobody asks them. Nothing else may run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ HERE = Path(__file__).parent
 TOKENS = 16
 # Each is one token in most vocabularies.
 WORDS = "the film is a good one and we would like to see it again with all of you"
-WARM, UNTIMED = 100, 5
+# Requests that are not timed: of a server that was started, that was stopped and goes on, and of a connection.
+WARM, AWAKENING, UNTIMED = 100, 20, 5
 # What was asked for, in ms.
 ASKED = {"hasten, HTTP binary": 0.35, "hasten, JSON": 0.45, "hasten, gRPC": 1.6}
 # The work in process, asked for by a byte through a socket.
@@ -120,22 +122,38 @@ def take_turns(
 ) -> Iterator[tuple[str, list[Turn]]]:
     with ExitStack() as stack:
         lanes: list[Lane] = []
+        servers: dict[str, Running] = {}
         for contender in contenders:
             server = stack.enter_context(Running(contender))
-            lanes += (lanes_of or _lanes)(setting, server)
+            made = list((lanes_of or _lanes)(setting, server))
+            servers |= {lane.name: server for lane in made}
+            lanes += made
+            server.pause()
         bases = {lane.base for lane in lanes}
         for base in sorted(bases):
             alone = stack.enter_context(in_process(setting, base))
             lanes += [alone, *([_Socket(SOCKET, base, alone.port)] if alone.port is not None else [])]
         for lane in lanes:
-            lane.time(WARM)
+            _time(lane, servers.get(lane.name), WARM)
         medians: list[dict[str, float]] = []
         for turn in range(turns):
             # Another one goes first each time.
             order = [lanes[place] for place in np.roll(np.arange(len(lanes)), turn)]
-            medians.append({lane.name: float(np.median(lane.time(requests))) * 1e3 for lane in order})
+            medians.append({lane.name: _time(lane, servers.get(lane.name), requests) for lane in order})
         for lane in lanes:
             yield lane.name, [Turn(lane.base, each[lane.name], each[lane.base]) for each in medians]
+
+
+def _time(lane: Lane, server: Running | None, requests: int) -> float:
+    """The median in ms, of a lane whose server, if it has one, is stopped before and after."""
+    if server is None:
+        return float(np.median(lane.time(requests))) * 1e3
+    server.resume()
+    try:
+        lane.time(AWAKENING)
+        return float(np.median(lane.time(requests))) * 1e3
+    finally:
+        server.pause()
 
 
 def _lanes(setting: Setting, server: Running) -> Iterator[Lane]:
@@ -258,26 +276,7 @@ def in_process(setting: Setting, name: str) -> Iterator[_InProcess]:
 def text_of(bundle: Path, tokens: int) -> str:
     """So many with the special ones."""
     tokenizer = open_bundle(bundle).tokenizer()
-    words = [
-        "the",
-        "film",
-        "is",
-        "a",
-        "good",
-        "one",
-        "and",
-        "we",
-        "would",
-        "like",
-        "to",
-        "see",
-        "it",
-        "again",
-        "with",
-        "all",
-        "of",
-        "you",
-    ]
+    words = WORDS.split()
     for count in range(1, tokens + 1):
         text = " ".join((words * tokens)[:count])
         if int(tokenizer.encode([text]).batch.lengths[0]) == tokens:

@@ -105,7 +105,7 @@ def one_round(server: Running, traffic: Traffic, args: argparse.Namespace, seed:
     places = traffic.stream(args.share, seed)
     requests = ((place, request(traffic.texts[place])) for place in places)
     closed_loop(server.port, requests, clients=args.clients, seconds=min(2.0, args.seconds))
-    before = counters(server)
+    before = server.counters()
     answers = closed_loop(server.port, requests, clients=args.clients, seconds=args.seconds)
     row: dict[str, Any] = {
         "per_second": answers.per_second,
@@ -116,23 +116,13 @@ def one_round(server: Running, traffic: Traffic, args: argparse.Namespace, seed:
         "client_share": answers.client_share,
     }
     if before:
-        spent = {name: value - before[name] for name, value in counters(server).items()}
+        spent = {name: value - before[name] for name, value in server.counters().items()}
         padding, tokens = spent["hasten_padding_tokens_total"], spent["hasten_tokens_total"]
         row["padding"] = padding / (tokens + padding)
         row["rows_per_batch"] = spent["hasten_batch_rows_sum"] / spent["hasten_batch_rows_count"]
         row["queue_ms"] = spent["hasten_queue_seconds_sum"] / len(answers.places) * 1e3
         row["compute_share"] = spent["hasten_compute_seconds_sum"] / answers.elapsed_s
     return row
-
-
-def counters(server: Running) -> dict[str, float]:
-    """What hasten counts; nothing of others."""
-    if not server.contender.name.startswith("hasten"):
-        return {}
-    lines = [
-        line for line in server.get("/metrics").splitlines() if line.startswith("hasten_") and "_bucket" not in line
-    ]
-    return {line.partition("{")[0].split()[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
 def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:

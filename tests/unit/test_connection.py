@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -426,3 +427,86 @@ def test_too_many_connections(sites: Callable[..., Site]) -> None:
         assert statuses(all_of(third)) == [503]
         first.sendall(get("/", "connection: close"))
         assert statuses(all_of(first)) == [200]
+
+
+@contextmanager
+def standstill(site: Site) -> Iterator[None]:
+    """The loop does nothing meanwhile."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        begun.set()
+        go_on.wait(20)
+
+    site._loop.call_soon_threadsafe(stand)
+    assert begun.wait(20)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def test_whoever_has_an_answer_sends_it(site: Site) -> None:
+    with site.connect() as raw:
+        raw.sendall(get("/held"))
+        until(lambda: len(site.asked) == 1)
+        with standstill(site):
+            site.asked[0].reply(Response.text("the answer"))
+            assert raw.recv(2**16).endswith(b"the answer")
+        raw.sendall(get("/more", "connection: close"))
+        assert statuses(all_of(raw)) == [200]
+
+
+def test_what_does_not_fit_goes_before_anything_else(site: Site) -> None:
+    large = "x" * 2**24
+    with site.connect() as raw:
+        raw.sendall(get("/held"))
+        until(lambda: len(site.asked) == 1)
+        with standstill(site):
+            raw.sendall(
+                b"POST /more HTTP/1.1\r\ncontent-length: 3\r\nexpect: 100-continue\r\nconnection: close\r\n\r\n"
+            )
+            site.asked[0].reply(Response.text(large))
+        received = b""
+        while not received.endswith(b"100 Continue\r\n\r\n"):
+            received += raw.recv(2**16)
+        raw.sendall(b"abc")
+        received += all_of(raw)
+    assert statuses(received) == [200, 100, 200]
+    assert large.encode() + b"HTTP/1.1 100" in received
+
+
+def test_who_leaves_with_its_answer_was_answered(site: Site) -> None:
+    with site.connect() as raw:
+        raw.sendall(get("/held"))
+        until(lambda: len(site.asked) == 1)
+        site.asked[0].watch = site.seen.append
+        with standstill(site):
+            site.asked[0].reply(Response.text("the answer"))
+            assert raw.recv(2**16).endswith(b"the answer")
+            raw.close()
+    until(lambda: bool(site.seen) and not site.connections.open)
+    assert [seen.status for seen in site.seen] == [200]
+
+
+def test_whoever_has_its_answer_finds_it_counted(site: Site) -> None:
+    with site.connect() as first, site.connect() as second:
+        first.sendall(get("/held"))
+        until(lambda: len(site.asked) == 1)
+        site.asked[0].watch = site.seen.append
+        second.sendall(get("/other"))
+        assert second.recv(2**16)
+        counted: list[int] = []
+        app = site.connections.app
+
+        def counting(exchange: Exchange) -> None:
+            counted.append(len(site.seen))
+            app(exchange)
+
+        site.connections.app = counting
+        with standstill(site):
+            site.asked[0].reply(Response.text("the answer"))
+            assert first.recv(2**16).endswith(b"the answer")
+            second.sendall(get("/after"))
+        assert second.recv(2**16)
+    assert counted == [1]

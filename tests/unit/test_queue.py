@@ -129,3 +129,19 @@ def test_many_rows_cost_no_more_than_few() -> None:
         rows += len(job.batch)
     assert (rows, len(wide), wide.tokens, wide.is_full) == (100_000, 0, 0, False)
     assert time.monotonic() - begin < 60
+
+
+def test_where_nothing_is_padded_whoever_is_next_comes_along() -> None:
+    packed = Queue(Limits(tokens_per_batch=64, rows_per_batch=4, rounded=lambda tokens: -(-tokens // 16) * 16))
+    for lengths in ((3, 40), (10,), (30,), (5,)):
+        packed.put(work(*lengths))
+    job = packed.take(0.0)
+    assert job is not None
+    assert (job.batch.lengths.tolist(), job.padding) == ([3, 40, 10], 64 - 53)
+    job = packed.take(0.0)
+    assert job is not None
+    assert (job.batch.lengths.tolist(), job.padding) == ([30, 5], 48 - 35)
+    for _ in range(6):
+        packed.put(work(1))
+    packed.put(work(100, priority=-1))
+    assert [taken(packed), taken(packed), taken(packed)] == [[100], [1] * 4, [1] * 2]

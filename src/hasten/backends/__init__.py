@@ -162,6 +162,24 @@ class FindsNonFinite(Protocol):
         ...
 
 
+@runtime_checkable
+class HasSizes(Protocol):
+    """What a session may offer beside the contract, where a batch costs its tokens, rounded up to a size made ready."""
+
+    @property
+    def most_tokens(self) -> int:
+        """That it computes at once; of more it makes parts."""
+        ...
+
+    def rounded(self, tokens: int) -> int:
+        """The size in which so many are computed."""
+        ...
+
+    def samples(self, tokens: int, rows: int) -> Sequence[Batch]:
+        """A batch of each size that batches up to these may have, those that come most often first."""
+        ...
+
+
 BACKENDS: Registry[Backend] = Registry("backend", "hasten.backends", "BACKEND")
 
 

@@ -193,6 +193,23 @@ class FusedSession(OpenSession):
         file = cached(self._encoder, self._products) if folder is None else folder / FILE
         tune(self._encoder, self._products).write(file)
 
+    @property
+    def most_tokens(self) -> int:
+        from hasten.kernels.packing import MOST_TOKENS
+
+        return MOST_TOKENS
+
+    def rounded(self, tokens: int) -> int:
+        from hasten.kernels.packing import Bucket
+
+        return Bucket.of([tokens]).tokens
+
+    def samples(self, tokens: int, rows: int) -> Sequence[Batch]:
+        from hasten.kernels.replay import MOST_GRAPHS
+        from hasten.kernels.sizes import samples
+
+        return samples(tokens, rows, self.spec.signature)[:MOST_GRAPHS]
+
     def close(self) -> None:
         self.replay.clear()
 

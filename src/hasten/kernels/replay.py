@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ from hasten.kernels.packing import Bucket
 # Writes a batch into the array it is given, with `packing.pack`.
 Fill = Callable[[IntArray], None]
 # Each holds some of the driver's memory.
-_MOST_GRAPHS = 256
+MOST_GRAPHS = 256
+# Sessions of several threads record one at a time: what one allocates meanwhile would be an error in the other.
+_recording = threading.Lock()
 
 
 class Replay:
@@ -74,10 +77,11 @@ class Replay:
         """Those that were not used for long make room."""
         graph = self._graphs.pop(bucket, None)
         if graph is None:
-            graph = _Graph(self._compute, bucket, self.stream, self._pool, self._outbox)
+            with _recording:
+                graph = _Graph(self._compute, bucket, self.stream, self._pool, self._outbox)
             self._pool = graph.pool
         self._graphs[bucket] = graph
-        if len(self._graphs) > _MOST_GRAPHS:
+        if len(self._graphs) > MOST_GRAPHS:
             self._graphs.pop(next(iter(self._graphs)))
         return graph
 

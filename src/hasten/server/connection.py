@@ -6,19 +6,18 @@ Measured against uvicorn with the same application: docs/decisions/http.md.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import sys
-import termios
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hasten.core.errors import InputError, OverloadedError, TooLargeError
 from hasten.server.exchange import REQUEST_ID, Exchange, Response, failure, has_large_body
+from hasten.server.outlet import Outlet
 from hasten.server.watch import Seen, Watcher, request_id
 from hasten.server.wire import CONTINUE, target, to_bytes
 
@@ -62,11 +61,19 @@ class Connections:
         self.refusal = refusal
         self.watch = watch
         self.open: set[Connection] = set()
+        # Answers that threads have given, and may have sent, for the loop to settle before it takes anything else:
+        # whoever has its answer finds it counted.
+        self.answered: deque[tuple[Connection, Response]] = deque()
         self.held_bytes = 0
         self.is_draining = False
 
     def __call__(self) -> Connection:
         return Connection(self)
+
+    def settle(self) -> None:
+        for _ in range(len(self.answered)):
+            connection, response = self.answered.popleft()
+            connection.settle(response)
 
     def drain(self) -> None:
         """Answer what was asked, take nothing more, close what is idle."""
@@ -84,6 +91,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, owner: Connections) -> None:
         import httptools
 
+        self._httptools = httptools
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
@@ -108,7 +116,7 @@ class Connection(asyncio.Protocol):
     # asyncio
 
     def connection_made(self, transport: Any) -> None:
-        self._transport = transport
+        self._transport, self._outlet = transport, Outlet(transport)
         owner = self._owner
         owner.open.add(self)
         if len(owner.open) > 2 * owner.limits.connections:
@@ -120,23 +128,26 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._owner.open.discard(self)
+        self._outlet.close()
         self._stop_waiting()
         if self._write_timer is not None:
             self._write_timer.cancel()
-        exchanges = [exchange for exchange, _ in self._waiting]
-        for exchange in ([self._current] if self._current else []) + exchanges:
+        leaving = [exchange for exchange, _ in self._waiting]
+        # One that was sent its answer is still to be settled, and is counted then.
+        if self._current is not None and not self._outlet.has_sent:
+            leaving.insert(0, self._current)
+            self._current = None
+        for exchange in leaving:
             self._owner.held_bytes -= len(exchange.body)
             exchange.leave()
         self._waiting.clear()
-        self._current = None
         self._is_deaf = True
         self._reset()
 
     def data_received(self, data: bytes) -> None:
-        import httptools
-
         if self._is_deaf:
             return
+        httptools = self._httptools
         self._unseen += len(data)
         try:
             self._parser.feed_data(data)
@@ -152,6 +163,8 @@ class Connection(asyncio.Protocol):
             # The parser keeps a header to itself until it is whole.
             if self._unseen > _MOST_HEADER_BYTES:
                 self._refuse_headers()
+            elif self._is_within and self._timer is None:
+                self._wait(self._owner.limits.read_s, self._give_up)
 
     def eof_received(self) -> bool:
         """A client that has sent all it will may still wait for its answers, except where TLS cannot tell that."""
@@ -181,7 +194,7 @@ class Connection(asyncio.Protocol):
         if not self._is_deaf:
             self._reset()
             self._is_within = True
-            self._wait(self._owner.limits.read_s, self._give_up)
+            self._stop_waiting()
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -202,7 +215,7 @@ class Connection(asyncio.Protocol):
         elif has_large_body(self._headers) and (refusal := self._unwanted()):
             self._refuse(refusal)
         elif self._headers.get("expect", "").lower() == "100-continue" and not self._is_deaf:
-            self._transport.write(CONTINUE)
+            self._outlet.write(CONTINUE)
 
     def on_chunk_header(self) -> None:
         self._unseen = 0
@@ -222,6 +235,7 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._is_deaf:
             return
+        self._owner.settle()
         self._stop_waiting()
         self._is_within = False
         path, query = target(self._url)
@@ -232,6 +246,8 @@ class Connection(asyncio.Protocol):
         exchange = Exchange(method, path, query, self._headers, body, self._answered, limit)
         # Of older clients none is told how to know that the connection stays.
         is_kept = self._parser.should_keep_alive() and self._parser.get_http_version() != "1.0"
+        # What follows an upgrade may be another protocol.
+        is_kept = is_kept and not self._parser.should_upgrade()
         self._waiting.append((exchange, is_kept))
         self._ahead_bytes += len(body)
         if self._current is None:
@@ -261,11 +277,19 @@ class Connection(asyncio.Protocol):
             self._wait(self._owner.limits.idle_s, self._leave)
 
     def _answered(self, response: Response) -> None:
-        """From any thread."""
+        """From any thread, which sends it where others may follow; the loop does the rest."""
+        exchange, owner = self._current, self._owner
+        announce = partial(owner.answered.append, (self, response))
+        if exchange is not None and self._is_kept and not self._is_deaf and not owner.is_draining:
+            self._outlet.send(_written(response, exchange), announce)
+        else:
+            announce()
         with suppress(RuntimeError):  # the loop is closed, and with it the connection
-            self._loop.call_soon_threadsafe(self._write, response)
+            self._loop.call_soon_threadsafe(owner.settle)
 
-    def _write(self, response: Response) -> None:
+    def settle(self, response: Response) -> None:
+        """Write what was not sent, count it, and go on to the next."""
+        was_sent = self._outlet.settle()
         exchange, self._current = self._current, None
         if exchange is None:
             return
@@ -275,7 +299,7 @@ class Connection(asyncio.Protocol):
             return
         is_ending = self._is_deaf or self._owner.is_draining
         is_last = not self._is_kept or (is_ending and not self._waiting and self._refusal is None)
-        self._transport.write(to_bytes(response, not is_last, has_body=exchange.method != "HEAD", request=exchange.id))
+        self._outlet.write(b"" if was_sent else _written(response, exchange, is_keeping=not is_last))
         exchange.was_sent(response)
         if not is_last:
             self._next()
@@ -303,7 +327,7 @@ class Connection(asyncio.Protocol):
     def _say_why(self) -> None:
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
-            self._transport.write(to_bytes(refusal, is_keeping=False, has_body=True, request=self._refused))
+            self._outlet.write(to_bytes(refusal, is_keeping=False, has_body=True, request=self._refused))
             self._linger()
 
     def _linger(self) -> None:
@@ -362,7 +386,7 @@ class Connection(asyncio.Protocol):
     def _probe(self) -> None:
         """An interim response means nothing to a client that waits, and tells of one that is gone: it breaks."""
         if not self._is_stuck and self._parser.get_http_version() != "1.0":
-            self._transport.write(CONTINUE)
+            self._outlet.write(CONTINUE)
         self._wait(_PROBE_S, self._probe)
 
     def _leave(self) -> None:
@@ -374,21 +398,13 @@ class Connection(asyncio.Protocol):
         """Cut off whoever takes nothing of what it was sent."""
         if self._write_timer is not None:
             self._write_timer.cancel()
-        self._write_timer = self._loop.call_later(self._owner.limits.read_s, self._check_reader, self._unread())
+        self._write_timer = self._loop.call_later(self._owner.limits.read_s, self._check_reader, self._outlet.unread())
 
     def _check_reader(self, before: int) -> None:
-        if self._unread() < before:
+        if self._outlet.unread() < before:
             self._watch_reader()
         elif self._is_stuck or self._transport.is_closing():
             self._transport.abort()
-
-    def _unread(self) -> int:
-        """Bytes that the client has not taken: here, and in the kernel, which keeps a few million."""
-        size = bytearray(4)
-        with suppress(OSError):
-            fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, size)
-        unread: int = self._transport.get_write_buffer_size()
-        return unread + int.from_bytes(size, sys.byteorder)
 
     def _wait(self, seconds: float, then: Callable[[], None]) -> None:
         self._stop_waiting()
@@ -398,3 +414,7 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _written(response: Response, exchange: Exchange, *, is_keeping: bool = True) -> bytes:
+    return to_bytes(response, is_keeping, has_body=exchange.method != "HEAD", request=exchange.id)

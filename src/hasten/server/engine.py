@@ -1,9 +1,6 @@
-"""A model being served: threads that own a session each, threads that encode and decode, and the queue between them.
+"""A model being served: requests on their way through its threads (`crew.py`) and the queue between them.
 
-    request ─▶ chore: encode ─▶ queue ─▶ session thread: run ─▶ chore: decode ─▶ answer
-
-An idle session thread does the chores itself, so that a lone request changes threads once on its way in and once on its
-way out; under load the sessions run batches and others do the chores.
+request ─▶ chore: encode ─▶ queue ─▶ session thread: run ─▶ chore: decode ─▶ answer
 """
 
 from __future__ import annotations
@@ -11,9 +8,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -22,6 +19,7 @@ from hasten.backends import Session
 from hasten.core.errors import DeadlineError, HastenError, InputError, StageError, UnavailableError
 from hasten.core.tensors import Outputs, Signature, gather
 from hasten.server.admission import Admission
+from hasten.server.crew import Crew, Worker
 from hasten.server.fairness import Seat, Turns
 from hasten.server.queue import Job, Limits, Queue, Work
 from hasten.tasks import Encoded
@@ -69,15 +67,6 @@ class Observer:
     def on_batch(self, job: Job, seconds: float) -> None: ...
 
 
-@dataclass
-class _Worker:
-    session: Session
-    thread: threading.Thread
-    wake: threading.Condition
-    # When it took what it runs, or waits to run; None while there is nothing.
-    busy_since: float | None = None
-
-
 class Engine:
     """One model's. `submit` may be called from any thread."""
 
@@ -94,28 +83,15 @@ class Engine:
         self._signature: Signature = sessions[0].spec.signature
         self._queue = Queue(limits)
         self._admission = Admission(limits, len(sessions))
-        self._chores: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
-        self._encoders_wake = threading.Condition(self._lock)
         self._all_done = threading.Condition(self._lock)
-        self._idle_encoders = 0
-        # Who was busy last is last, and is woken first: a session that has just run is still in the caches.
-        self._idle: list[_Worker] = []
         self._open = 0
         self._is_closing = False
         self._seat = seat or Turns(len(sessions)).join()
         self._observer = observer or Observer()
         self._max_wait_s = max_wait_s
-        self._workers = [
-            _Worker(
-                session, threading.Thread(target=self._work, args=[place], daemon=True), threading.Condition(self._lock)
-            )
-            for place, session in enumerate(sessions)
-        ]
-        threads = [worker.thread for worker in self._workers]
-        self._threads = [*threads, *(threading.Thread(target=self._encode, daemon=True) for _ in range(encoders))]
-        for thread in self._threads:
-            thread.start()
+        self._crew = Crew(sessions, encoders, self._lock)
+        self._crew.start(self._work)
 
     # What protocols call
 
@@ -125,7 +101,7 @@ class Engine:
                 raise RetiredError("the model is being taken away")
             self._admission.check(self._open)
             self._open += 1
-            self._add_chore(lambda: self._prepare(request))
+            self._crew.add(lambda: self._prepare(request))
 
     def cancel(self, request: Request[Answer]) -> None:
         """The client has left: what was not begun is not done, and makes room at once. Nobody is told."""
@@ -153,72 +129,59 @@ class Engine:
 
     def hung_s(self, now: float) -> float:
         """How long the batch that was taken first, and is not done, has been running or waiting for its turn."""
-        return max((now - since for worker in self._workers if (since := worker.busy_since) is not None), default=0.0)
+        return self._crew.hung_s(now)
 
     def drain(self, timeout_s: float) -> bool:
         """Take nothing more, and wait until all that was taken is answered."""
         until = time.monotonic() + timeout_s
         with self._lock:
-            self._is_closing = True
-            self._wake_all()
+            self._stop_taking()
             while self._open and (left := until - time.monotonic()) > 0:
                 self._all_done.wait(left)
             return not self._open
 
     def close(self) -> None:
         with self._lock:
-            self._is_closing = True
+            self._stop_taking()
             waiting = self._queue.close()
-            self._wake_all()
         for work in waiting:
             self._end(work, UnavailableError("the model was taken away before it was answered"))
-        until = time.monotonic() + _CLOSE_S
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        for worker in self._workers:
+        self._crew.join(_CLOSE_S)
+        workers = self._crew.workers
+        for worker in workers:
             if not worker.thread.is_alive():
                 worker.session.close()
-        if not any(worker.thread.is_alive() for worker in self._workers):
+        if not any(worker.thread.is_alive() for worker in workers):
             self._seat.turns.retire(self._seat)
 
-    # Threads
+    def _stop_taking(self) -> None:
+        self._is_closing = True
+        if self._open:
+            self._crew.wake_all()  # no more will come that a batch could wait for
+        else:
+            self._crew.dismiss()
 
-    def _work(self, place: int) -> None:
-        worker = self._workers[place]
+    # What its threads do
+
+    def _work(self, worker: Worker) -> None:
+        crew = self._crew
         while True:
             with self._lock:
-                while not self._chores and not self._is_ready():
+                while not crew.has_chores and not self._is_ready():
                     if self._is_closing and not self._open:
                         return
-                    self._idle.append(worker)
-                    worker.wake.wait(self._patience())
-                    if worker in self._idle:
-                        self._idle.remove(worker)
+                    crew.rest(worker, self._patience())
                 job = self._queue.take(time.monotonic()) if self._is_ready() else None
                 dropped, self._queue.dropped = self._queue.dropped, []
                 # Runs what waits before it prepares more: others can do that meanwhile.
-                chore = self._chores.popleft() if job is None and self._chores else None
-                if self._chores:
-                    # Whoever added them took this thread for idle.
-                    self._encoders_wake.notify_all()
+                chore = crew.take() if job is None else None
+                crew.call_encoders()
             for work in dropped:
                 self._end(work, _why_dropped(work))
             if job is not None:
                 self._run(worker, job)
             elif chore is not None:
                 chore()
-
-    def _encode(self) -> None:
-        while True:
-            with self._lock:
-                while not self._chores:
-                    if self._is_closing and not self._open:
-                        return
-                    self._idle_encoders += 1
-                    self._encoders_wake.wait()
-                    self._idle_encoders -= 1
-                chore = self._chores.popleft()
-            chore()
 
     def _is_ready(self) -> bool:
         """Whether a batch should start now, rather than wait for more to go with it."""
@@ -233,23 +196,6 @@ class Engine:
         oldest = self._queue.oldest
         return None if oldest is None else max(0.0, oldest + self._max_wait_s - time.monotonic())
 
-    def _add_chore(self, chore: Callable[[], None]) -> None:
-        self._chores.append(chore)
-        if not self._wake_worker() and self._idle_encoders:
-            self._encoders_wake.notify()
-
-    def _wake_worker(self) -> bool:
-        """Whether one was idle."""
-        if self._idle:
-            self._idle.pop().wake.notify()
-            return True
-        return False
-
-    def _wake_all(self) -> None:
-        for worker in self._workers:
-            worker.wake.notify()
-        self._encoders_wake.notify_all()
-
     # The way of a request
 
     def _prepare(self, request: Request[Answer]) -> None:
@@ -260,32 +206,34 @@ class Engine:
             if request.deadline is not None and begin > request.deadline:
                 raise DeadlineError("its time was over before it was begun")
             encoded = request.encode()
-            if not encoded.batch.lengths.all() or not len(encoded.batch):
-                raise InputError("there is no token in it, or in one of its texts")
-            encode_s = time.monotonic() - begin
+            arrived = time.monotonic()
+            encode_s = arrived - begin
             work = Work(
                 encoded.batch,
-                time.monotonic(),
+                arrived,
                 lambda outputs: self._finish(request, encoded, outputs, encode_s),
                 request.priority,
                 request.deadline,
             )
+            if not work.rows or 0 in work.rows:
+                raise InputError("there is no token in it, or in one of its texts")
             with self._lock:
                 request.work = work
                 work.is_cancelled = request.is_cancelled
                 self._queue.put(work)
-                self._admission.encoded(work.batch.tokens)
-                self._wake_worker()
+                self._admission.encoded(work.tokens)
+                self._crew.wake_worker()
         except HastenError as error:
             self._answer(request, error, None)
         except BaseException as error:  # a panic of the tokenizer is not an Exception, and would end the thread
             logger.exception("a request could not be encoded")
             self._answer(request, StageError(f"it could not be encoded: {type(error).__name__}"), None)
 
-    def _run(self, worker: _Worker, job: Job) -> None:
+    def _run(self, worker: Worker, job: Job) -> None:
         worker.busy_since = time.monotonic()
+        tokens = job.tokens
         try:
-            with self._seat.turn(job.batch.tokens):
+            with self._seat.turn(tokens):
                 begin = time.monotonic()
                 outputs = worker.session.run(job.batch)
                 seconds = time.monotonic() - begin
@@ -295,21 +243,21 @@ class Engine:
             self._isolate(worker, job, error)
             return
         worker.busy_since = None
-        with self._lock:
-            self._admission.ran(job.batch.tokens, len(job.slices), seconds)
         self._hand_out(job, parts, seconds)
         # Counted when those who wait have their answers.
+        with self._lock:
+            self._admission.ran(tokens, len(job.slices), seconds)
         try:
             self._observer.on_batch(job, seconds)
         except Exception:
             logger.exception("a batch could not be counted")
 
-    def _isolate(self, worker: _Worker, job: Job, error: BaseException) -> None:
+    def _isolate(self, worker: Worker, job: Job, error: BaseException) -> None:
         """A batch failed: it is run again in halves, until the one at fault is by itself."""
         if len(job.slices) > 1:
             half = len(job.slices) // 2
             for slices in (job.slices[:half], job.slices[half:]):
-                self._run(worker, Job.of(slices))
+                self._run(worker, Job.of(slices, job.rounded))
             return
         logger.error("a batch of %d rows failed: %s", len(job.batch), error)
         failure = error if isinstance(error, HastenError) else StageError(f"the model failed: {type(error).__name__}")
@@ -322,19 +270,13 @@ class Engine:
             with self._lock:
                 work.parts.append((part.rows, own))
                 work.compute_s += seconds
-                is_complete = sum(len(rows) for rows, _ in work.parts) == len(work.batch)
-            if is_complete:
-                self._later(work)
-
-    def _later(self, work: Work) -> None:
-        """Decoded here if nothing else is to be run, by others if so."""
-        with self._lock:
-            is_busy = self._queue.oldest is not None and self._idle_encoders > 0
-            if is_busy:
-                self._chores.append(lambda: self._complete(work))
-                self._encoders_wake.notify()
-        if not is_busy:
-            self._complete(work)
+                work.missing -= len(part.rows)
+                is_complete = not work.missing
+                # Decoded here if nothing else is to be run, by others if so.
+                is_busy = is_complete and self._queue.oldest is not None
+                is_given = is_busy and self._crew.give_away(partial(self._complete, work))
+            if is_complete and not is_given:
+                self._complete(work)
 
     def _complete(self, work: Work) -> None:
         outcome: Outputs | HastenError
@@ -375,7 +317,7 @@ class Engine:
             self._answer(request, outputs, None)
             return
         queue_s = max(0.0, time.monotonic() - work.arrived - work.compute_s)
-        measured = Measured(len(encoded.batch), encoded.batch.tokens, encode_s, queue_s, work.compute_s)
+        measured = Measured(len(encoded.batch), work.tokens, encode_s, queue_s, work.compute_s)
         try:
             answer = request.decode(outputs, encoded)
         except HastenError as error:
@@ -390,13 +332,13 @@ class Engine:
         with self._lock:
             self._open -= 1
             if request.work is not None:
-                self._admission.answered(request.work.batch.tokens)
+                self._admission.answered(request.work.tokens)
                 # They know each other: without this only the garbage collector, which stops all threads, frees them.
                 request.work = None
             if not self._open:
                 self._all_done.notify_all()
                 if self._is_closing:
-                    self._wake_all()
+                    self._crew.dismiss()
         if not request.is_cancelled:
             try:
                 request.on_done(answer, measured)

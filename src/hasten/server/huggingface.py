@@ -22,7 +22,8 @@ class PredictRequest(msgspec.Struct):
 def predict(call: Call) -> None:
     request = call.exchange.read_json(PredictRequest)
     served = call.only(call.names.get("model", request.model))
-    options = served.task.options(served.spec, request.parameters)
+    asked = request.parameters
+    options = served.task.options(served.spec, asked) if asked else served.usual_options
 
     def decode(outputs: Outputs, encoded: Encoded) -> Response:
         answers = served.task.decode(outputs, encoded, options)

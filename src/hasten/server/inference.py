@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import msgspec
@@ -90,15 +89,19 @@ def infer(
     def decode(outputs: Outputs, encoded: Encoded) -> list[Output]:
         return [_output(served, name, outputs, encoded) for name in wanted]
 
-    priority, timeout = (inference.parameters.get(name, 0) for name in ("priority", "timeout"))
-    if not all(type(number) is int and 0 <= number < 2**64 for number in (priority, timeout)):
-        raise InputError("priority and timeout are whole numbers, from 0 on")
-    # As tritonserver has them: the highest priority is 1, and 0 the usual, which for us is 2; microseconds, 0 for none.
-    priority = priority - _USUAL if priority else 0
-    timeout_s = min(timeout, _MOST_US) / 1e6 if timeout else None
+    priority, timeout_s = _order(inference.parameters) if inference.parameters else (0, None)
     if is_tokens:
         return served.submit(lambda: rows_of(served, tensors), decode, on_done, priority=priority, timeout_s=timeout_s)
     return served.ask(lambda: items_of(served, tensors), decode, on_done, priority=priority, timeout_s=timeout_s)
+
+
+def _order(parameters: Mapping[str, Any]) -> tuple[int, float | None]:
+    """A request's priority and time, as tritonserver has them: microseconds, 0 for none."""
+    priority, timeout = (parameters.get(name, 0) for name in ("priority", "timeout"))
+    if not all(type(number) is int and 0 <= number < 2**64 for number in (priority, timeout)):
+        raise InputError("priority and timeout are whole numbers, from 0 on")
+    # The highest priority is 1, and 0 the usual, which for us is 2.
+    return priority - _USUAL if priority else 0, min(timeout, _MOST_US) / 1e6 if timeout else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,6 @@ def refuse_parameters(tensor: str, parameters: Mapping[str, Any]) -> None:
 
 def from_bytes(name: str, datatype: str, shape: Sequence[int], data: memoryview) -> Tensor:
     """A tensor from its binary form, as `Output.to_bytes` writes it."""
-    check_shape(name, shape)
     if datatype == BYTES:
         strings: list[str] = []
         place = 0
@@ -165,16 +167,16 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], data: memoryview)
             strings.append(to_text(name, data[place + 4 : end]))
             place = end
         return from_values(name, datatype, shape, strings)
+    count = check_shape(name, shape)
     kind = np.dtype(_type(name, datatype)).newbyteorder("<")
-    if len(data) != prod(shape) * kind.itemsize:
+    if len(data) != count * kind.itemsize:
         raise InputError(f"input '{name}' has {len(data)} bytes, and {datatype} of {list(shape)} has another number")
     return np.frombuffer(data, kind).reshape(shape)
 
 
 def from_values(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]) -> Tensor:
     """A tensor from its values in a row."""
-    check_shape(name, shape)
-    if len(values) != prod(shape):
+    if len(values) != check_shape(name, shape):
         raise InputError(f"input '{name}' has {len(values)} values, and its shape is {list(shape)}")
     if datatype == BYTES:
         if not set(map(type, values)) <= {str}:
@@ -196,9 +198,15 @@ def to_text(name: str, data: bytes | memoryview) -> str:
         raise InputError(f"input '{name}' is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def check_shape(name: str, shape: Sequence[int]) -> None:
-    if len(shape) > _MOST_AXES or any(not 0 <= size <= _MOST_VALUES for size in shape) or prod(shape) > _MOST_VALUES:
+def check_shape(name: str, shape: Sequence[int]) -> int:
+    """How many values it has."""
+    count, is_known = 1, len(shape) <= _MOST_AXES
+    for size in shape[:_MOST_AXES]:
+        is_known = is_known and 0 <= size <= _MOST_VALUES
+        count *= size
+    if not is_known or count > _MOST_VALUES:
         raise InputError(f"input '{name}' has the shape {list(shape)}")
+    return count
 
 
 def items_of(served: Served, tensors: Mapping[str, Tensor]) -> object:
@@ -294,7 +302,7 @@ def _is_plain(served: Served) -> bool:
 
 def _output(served: Served, name: str, outputs: Outputs, encoded: Encoded) -> Output:
     if name == ANSWER:
-        answers = served.task.decode(outputs, encoded, served.task.options(served.spec, {}))
+        answers = served.task.decode(outputs, encoded, served.usual_options)
         return Output(name, [msgspec.json.encode(answer, enc_hook=plain) for answer in answers])
     spec = next(spec for spec in served.signature.outputs if spec.name == name)
     return Output(name, _rectangle(outputs[name], spec, encoded.batch, served.signature.pads_left))

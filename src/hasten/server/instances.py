@@ -1,7 +1,8 @@
 """How many sessions of a model run beside each other here: measured once, and kept in the cache.
 
 One session with all cores answers a lone request soonest; several with a few cores each often answer more a second,
-since not all of a model's work divides among threads.
+since not all of a model's work divides among threads. On a GPU a second one has a stream of its own: what one prepares
+and copies, the other computes meanwhile.
 """
 
 from __future__ import annotations
@@ -29,15 +30,20 @@ logger = logging.getLogger("hasten")
 _WORTH = 1.15
 _MEASURE_S = 0.25
 MOST_INSTANCES = 8
+_MOST_ON_DEVICE = 2
 # Each session may hold the model's weights once more; together they take no more of the memory than this.
 _MEMORY_SHARE = 0.25
 
 
 def choose_instances(artifact: Artifact, bundle: str, shape: Shape) -> int:
     """As many as answer most, unless fewer answer nearly as much."""
-    cores = usable_cores()
-    counts = _counts(cores, artifact.size_bytes, this_machine().memory_bytes)
-    if artifact.variant.device != CPU or len(counts) == 1:
+    machine, cores = this_machine(), usable_cores()
+    if artifact.variant.device == CPU:
+        counts = _counts(cores, artifact.size_bytes, machine.memory_bytes)
+    else:
+        memory_bytes = min((gpu.memory_bytes for gpu in machine.gpus), default=0)
+        counts = _counts(min(cores, _MOST_ON_DEVICE), artifact.size_bytes, memory_bytes)
+    if len(counts) == 1:
         return 1
     file = cache_directory() / "instances" / f"{_key(artifact, bundle, shape)}.json"
     rates = _recall(file)
@@ -94,7 +100,8 @@ def _rate(artifact: Artifact, instances: int, threads: int, shape: Shape) -> flo
 
 def _key(artifact: Artifact, bundle: str, shape: Shape) -> str:
     """Another bundle, machine or library may want another number."""
-    about = [bundle, str(artifact.variant), str(shape), usable_cores(), this_machine().cpu, library_versions()]
+    machine = this_machine()
+    about = [bundle, str(artifact.variant), str(shape), usable_cores(), machine.cpu, machine.gpus, library_versions()]
     return hashlib.sha256(msgspec.json.encode(about)).hexdigest()[:32]
 
 

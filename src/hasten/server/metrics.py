@@ -8,6 +8,7 @@ from typing import Any
 from hasten.core.errors import missing_package
 from hasten.core.hardware import peak_memory_bytes
 from hasten.server.engine import Observer
+from hasten.server.gpus import GAUGES, Gpus
 from hasten.server.models import Models
 from hasten.server.queue import Job
 from hasten.server.watch import Seen
@@ -75,11 +76,11 @@ class Metrics:
 
 
 class _Live:
-    """What waits at each model that is there now, and the memory of the GPUs, if any."""
+    """What waits at each model that is there now, and how the GPUs are, if there are any."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._gpus = _gpus()
+        self._gpus = Gpus()
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import GaugeMetricFamily
@@ -88,26 +89,11 @@ class _Live:
         for served in self._models:
             waiting.add_metric([served.name], served.engine.waiting)
         yield waiting
-        if self._gpus:
-            from pynvml import nvmlDeviceGetMemoryInfo
-
-            memory = GaugeMetricFamily("hasten_gpu_memory_used_bytes", "Of a GPU, by everyone.", labels=["gpu"])
-            for place, gpu in enumerate(self._gpus):
-                memory.add_metric([str(place)], nvmlDeviceGetMemoryInfo(gpu).used)
-            yield memory
-
-
-def _gpus() -> list[Any]:
-    """NVIDIA's own handles of them; none where its library (nvidia-ml-py) or its driver is not there."""
-    try:
-        import pynvml
-    except ImportError:
-        return []
-    try:
-        pynvml.nvmlInit()
-        return [pynvml.nvmlDeviceGetHandleByIndex(place) for place in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:
-        return []
+        for name, (what, _) in GAUGES.items() if len(self._gpus) else ():
+            gauge = GaugeMetricFamily(f"hasten_gpu_{name}", f"Of a GPU, by everyone: {what}", labels=["gpu"])
+            for place, value in self._gpus.read(name):
+                gauge.add_metric([str(place)], value)
+            yield gauge
 
 
 class ModelMetrics(Observer):

@@ -1,7 +1,8 @@
 """What waits for a model, and which of it runs together next. No threads here: whoever calls holds the lock.
 
 A batch starts with whoever is first in line, by priority and arrival, and takes along rows of similar length from
-anyone, as many as the token budget allows. Taking one costs time by the requests that wait, not by their rows.
+anyone, as many as the token budget allows; where nothing is padded, rows of any length from whoever is next in line.
+Taking one costs time by the requests that wait, not by their rows.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Limits:
     slowdown: float | None = None
     tokens_per_batch: int = TOKEN_BUDGET
     rows_per_batch: int = 256
+    # Where rows are not padded to one length: the size in which a session computes a batch of so many tokens.
+    rounded: Callable[[int], int] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -48,12 +51,17 @@ class Work:
     is_over: bool = False
     compute_s: float = 0.0
     parts: list[tuple[IntArray, Outputs]] = field(default_factory=list)
+    tokens: int = field(init=False)
+    # How many of its rows have no outputs yet.
+    missing: int = field(init=False)
     # The places of its rows that still wait, by their length; and its own place in the order of arrival.
     rows: dict[int, list[int]] = field(init=False, default_factory=dict)
     order: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        for place, length in enumerate(self.batch.lengths.tolist()):
+        lengths = self.batch.lengths.tolist()
+        self.tokens, self.missing = sum(lengths), len(lengths)
+        for place, length in enumerate(lengths):
             self.rows.setdefault(length, []).append(place)
 
     @property
@@ -83,16 +91,23 @@ class Job:
 
     batch: Batch
     slices: Sequence[Slice]
+    rounded: Callable[[int], int] | None = None
+
+    @property
+    def tokens(self) -> int:
+        work = self.slices[0].work
+        return work.tokens if len(self.slices) == 1 and work.batch is self.batch else self.batch.tokens
 
     @classmethod
-    def of(cls, slices: Sequence[Slice]) -> Job:
+    def of(cls, slices: Sequence[Slice], rounded: Callable[[int], int] | None = None) -> Job:
         batches = [part.batch() for part in slices]
-        return cls(batches[0] if len(batches) == 1 else Batch.concatenate(batches), slices)
+        return cls(batches[0] if len(batches) == 1 else Batch.concatenate(batches), slices, rounded)
 
     @property
     def padding(self) -> int:
-        lengths = self.batch.lengths
-        return int(lengths.max()) * len(lengths) - int(lengths.sum())
+        """Tokens that are computed for nothing."""
+        lengths, tokens = self.batch.lengths, self.batch.tokens
+        return (int(lengths.max()) * len(lengths) if self.rounded is None else self.rounded(tokens)) - tokens
 
 
 class Queue:
@@ -129,17 +144,19 @@ class Queue:
         self._works[work.order] = work
         for length in work.rows:
             self._by_length.setdefault(length, {})[work.order] = work
-        self._rows += len(work.batch)
-        self._tokens += work.batch.tokens
+        self._rows += work.missing
+        self._tokens += work.tokens
 
     def take(self, now: float) -> Job | None:
         """The next batch; None where nothing waits. Whoever's time is over, or who has left, is put aside."""
         self.drop(now)
         if not self._works:
             return None
+        if len(self._works) == 1 and (lone := self._lone()) is not None:
+            return lone
         chosen: dict[int, list[int]] = {}
         works: dict[int, Work] = {}
-        for work, length, place in self._companions(min(self._works.values(), key=Work.place_in_line)):
+        for work, length, place in self._companions():
             works[work.order] = work
             chosen.setdefault(work.order, []).append(place)
             self._tokens -= length
@@ -147,7 +164,20 @@ class Queue:
         for order, work in works.items():
             taken = set(chosen[order])
             self._keep(work, {length: [p for p in places if p not in taken] for length, places in work.rows.items()})
-        return Job.of([Slice(works[order], np.array(sorted(places))) for order, places in chosen.items()])
+        slices = [Slice(works[order], np.array(sorted(places))) for order, places in chosen.items()]
+        return Job.of(slices, self._limits.rounded)
+
+    def _lone(self) -> Job | None:
+        """The only one that waits, where all of it is a batch without padding: a short way for who has come alone."""
+        (work,) = self._works.values()
+        if len(work.rows) > 1:
+            return None
+        ((length, places),) = work.rows.items()
+        rows, limits = len(places), self._limits
+        if rows < len(work.batch) or rows > limits.rows_per_batch or rows * length > limits.tokens_per_batch:
+            return None
+        self._remove([work])
+        return Job(work.batch, [Slice(work, np.arange(rows))], limits.rounded)
 
     def discard(self, work: Work) -> bool:
         """Take it out; whether any of it still waited."""
@@ -162,22 +192,29 @@ class Queue:
         self._remove(waiting)
         return waiting
 
-    def _companions(self, first: Work) -> list[tuple[Work, int, int]]:
-        """Rows of about the same length, the nearest first, until the batch is full or would be mostly padding."""
-        limits = self._limits
+    def _companions(self) -> list[tuple[Work, int, int]]:
+        """The first in line, and rows that go well with it until the batch is full or would be mostly padding."""
+        limits, is_padded = self._limits, self._limits.rounded is None
         chosen: list[tuple[Work, int, int]] = []
         longest = tokens = 0
-        for row in self._near(first):
+        for row in self._near(min(self._works.values(), key=Work.place_in_line)) if is_padded else self._in_line():
             length = row[1]
             width, count = max(longest, length), len(chosen) + 1
-            padding = width * count - tokens - length
-            is_fitting = width * count <= limits.tokens_per_batch and count <= limits.rows_per_batch
-            if chosen and not (is_fitting and padding <= max(FREE_PADDING, MOST_PADDING * width * count)):
+            cost = width * count if is_padded else tokens + length
+            padding = cost - tokens - length
+            is_fitting = cost <= limits.tokens_per_batch and count <= limits.rows_per_batch
+            if chosen and not (is_fitting and padding <= max(FREE_PADDING, MOST_PADDING * cost)):
                 # Nearer rows came first: on the other side there may be one that still fits, but none much better.
                 break
             chosen.append(row)
             longest, tokens = width, tokens + length
         return chosen
+
+    def _in_line(self) -> Iterator[tuple[Work, int, int]]:
+        """All that wait, as (work, length, place), by priority and arrival."""
+        for work in sorted(self._works.values(), key=Work.place_in_line):
+            for length, places in work.rows.items():
+                yield from ((work, length, place) for place in places)
 
     def _near(self, first: Work) -> Iterator[tuple[Work, int, int]]:
         """All that wait, as (work, length, place): the first one's own rows of its first length, then by distance."""

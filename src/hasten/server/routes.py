@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
@@ -12,6 +13,8 @@ from hasten.server.engine import Measured
 from hasten.server.exchange import JSON, Exchange, Response, status_of, tell_plainly
 from hasten.server.models import Models
 from hasten.server.served import Served
+
+_REMEMBERED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class Route:
 class Router:
     def __init__(self, routes: Iterable[Route]) -> None:
         self.routes = tuple(routes)
+        # Most ask at the same few paths.
+        self.find = lru_cache(_REMEMBERED)(self._find)
         self._fixed: dict[tuple[str, str], Route] = {}
         self._open: dict[tuple[str, int], list[tuple[list[str], Route]]] = {}
         for route in self.routes:
@@ -73,7 +78,7 @@ class Router:
             else:
                 self._fixed[route.method, route.path] = route
 
-    def find(self, method: str, path: str) -> tuple[Route, dict[str, str]]:
+    def _find(self, method: str, path: str) -> tuple[Route, Mapping[str, str]]:
         method = "GET" if method == "HEAD" else method
         path = path.rstrip("/") or "/"
         found = self._at(method, path)

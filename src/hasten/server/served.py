@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from hasten.backends import Artifact, RunOptions
+from hasten.backends import Artifact, HasSizes, RunOptions, Session
 from hasten.bundle import Bundle, open_bundle
 from hasten.core.errors import AccuracyError, HastenError, TooLargeError
 from hasten.core.hardware import usable_cores
 from hasten.core.plan import Gate, Shapes
 from hasten.core.progress import Silent
-from hasten.core.tensors import Outputs, Shape
-from hasten.core.variant import CPU
+from hasten.core.tensors import Batch, Outputs, Shape
+from hasten.core.variant import CPU, Variant
 from hasten.measure.verify import expect, verify
 from hasten.predictor import Predictor, open_session, required, runnable
 from hasten.server.engine import Engine, Measured, Observer, Request
@@ -26,6 +27,8 @@ from hasten.server.instances import choose_instances
 from hasten.server.queue import Limits
 from hasten.tasks import TASKS, AnyTask, Encoded, TaskSpec
 
+logger = logging.getLogger("hasten")
+
 Answer = TypeVar("Answer")
 
 # Rows of the bundle's own that a server answers before it says that it is ready.
@@ -33,6 +36,10 @@ _TEST_ROWS = 16
 # What a thread's share of a batch may be for its activations to stay in the caches of its core: in larger batches each
 # token takes longer, and who came first waits for the others.
 _TOKENS_PER_THREAD = 512
+# What keeps a GPU busy: beyond a few thousand tokens each takes as long, and who came first waits for the others.
+_TOKENS_PER_GPU = 8192
+# For all sessions of a model to make sizes of batches ready; what is left is made when it first comes.
+_WARM_S = 30.0
 # What the number of sessions is measured on: short texts, as most are.
 _MEASURED = Shape(4, 64)
 # What is broken answers none of them. A variant of less precision answers a few otherwise, as its build has measured;
@@ -72,12 +79,11 @@ class Served:
         self.variant = artifact.variant
         self.signature = artifact.signature
         self.instances, threads = _arrange(artifact, bundle, settings)
-        self.limits = replace(settings.limits, tokens_per_batch=_budget(artifact, threads, settings))
         with ExitStack() as opened:
             options = RunOptions(threads)
             sessions = [opened.enter_context(open_session(artifact, options)) for _ in range(self.instances)]
-            for session in sessions:
-                session.warm(_warming(artifact, bundle.report.plan.shapes))
+            self.limits = _limits(sessions[0], threads, settings)
+            self._warm(sessions)
             self._test(Predictor(self.spec, self.tokenizer, sessions[0]))
             opened.pop_all()  # the engine closes them
         self.engine = Engine(
@@ -94,6 +100,11 @@ class Served:
     def open(cls, path: Path, name: str, settings: ModelSettings, turns: Turns, observer: Observer) -> Served:
         # What is read of it is held against its hash: the other variants need not be.
         return cls(name, open_bundle(path), settings, turns, observer)
+
+    @cached_property
+    def usual_options(self) -> Any:
+        """The task's own, where a request gives none."""
+        return self.task.options(self.spec, {})
 
     @cached_property
     def token_types(self) -> int:
@@ -121,8 +132,7 @@ class Served:
             items = self.task.parse(given)
             if len(items) > self.settings.items:
                 raise TooLargeError(f"{len(items)} items are more than {self.settings.items}")
-            chosen = options if options is not None else self.task.options(self.spec, {})
-            encoded = self.task.encode(items, self.tokenizer, chosen)
+            encoded = self.task.encode(items, self.tokenizer, self.usual_options if options is None else options)
             check(encoded)
             return encoded
 
@@ -154,6 +164,24 @@ class Served:
         self.engine.close()
         return is_done
 
+    def _warm(self, sessions: Sequence[Session]) -> None:
+        until = time.monotonic()
+        for session in sessions:
+            until += _WARM_S / len(sessions)
+            if isinstance(session, HasSizes):
+                batches = session.samples(self.limits.tokens_per_batch, self.limits.rows_per_batch)
+                begin = time.monotonic()
+                done = _run_until(session, batches, until)
+                logger.info(
+                    "%s: %d of %d sizes of batches are ready, after %.1f s; others are made when they first come",
+                    self.name,
+                    done,
+                    len(batches),
+                    time.monotonic() - begin,
+                )
+            else:
+                session.warm(_warming(self.variant, self.bundle.report.plan.shapes))
+
     def _test(self, predictor: Predictor) -> None:
         reference = self.bundle.reference()
         rows = reference.rows[:_TEST_ROWS]
@@ -173,11 +201,20 @@ class Served:
             )
 
 
-def _warming(artifact: Artifact, shapes: Shapes) -> list[Shape]:
+def _warming(variant: Variant, shapes: Shapes) -> list[Shape]:
     """The smallest and the usual one; on a GPU all, since a shape that is new there takes long."""
-    if artifact.variant.device != CPU:
+    if variant.device != CPU:
         return shapes.grid()
     return [Shape(shapes.batch.min, shapes.sequence.min), shapes.optimal]
+
+
+def _run_until(session: Session, batches: Sequence[Batch], until: float) -> int:
+    """How many were run by then."""
+    for done, batch in enumerate(batches):
+        if time.monotonic() > until:
+            return done
+        session.run(batch)
+    return len(batches)
 
 
 def _characters(given: object) -> int:
@@ -189,18 +226,22 @@ def _characters(given: object) -> int:
 
 
 def _arrange(artifact: Artifact, bundle: Bundle, settings: ModelSettings) -> tuple[int, int]:
-    """Sessions, and threads of each."""
-    cores = usable_cores()
+    """Sessions, and threads of each; one on a GPU has one, which waits for it."""
+    is_on_cpu = artifact.variant.device == CPU
+    cores = usable_cores() if is_on_cpu else 1
     if settings.instances is not None:
         return settings.instances, settings.threads or max(1, cores // settings.instances)
-    if settings.threads is not None:
+    if settings.threads is not None and is_on_cpu:
         return max(1, cores // settings.threads), settings.threads
     instances = choose_instances(artifact, bundle.manifest.digest, _MEASURED)
-    return instances, max(1, cores // instances)
+    return instances, settings.threads or max(1, cores // instances)
 
 
-def _budget(artifact: Artifact, threads: int, settings: ModelSettings) -> int:
-    if settings.batch_tokens is not None:
-        return settings.batch_tokens
-    on_cpu = artifact.variant.device == CPU
-    return _TOKENS_PER_THREAD * threads if on_cpu else settings.limits.tokens_per_batch
+def _limits(session: Session, threads: int, settings: ModelSettings) -> Limits:
+    """What a batch may have: as much as stays in the caches, or keeps a GPU busy, where it is not given."""
+    if isinstance(session, HasSizes):
+        tokens = min(settings.batch_tokens or _TOKENS_PER_GPU, session.most_tokens)
+        return replace(settings.limits, tokens_per_batch=session.rounded(tokens), rounded=session.rounded)
+    is_on_cpu = session.spec.device == CPU
+    tokens = settings.batch_tokens or (_TOKENS_PER_THREAD * threads if is_on_cpu else settings.limits.tokens_per_batch)
+    return replace(settings.limits, tokens_per_batch=tokens)

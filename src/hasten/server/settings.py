@@ -156,7 +156,9 @@ class Settings:
     max_wait: Annotated[
         int, Option(_microseconds, "US", "wait so many microseconds, or 2ms, for more to batch", _MODELS)
     ] = 0
-    batch_tokens: Annotated[int | None, Option(_count, "N", "of a batch (default: 512 a thread)", _MODELS)] = None
+    batch_tokens: Annotated[
+        int | None, Option(_count, "N", "of a batch (default: 512 a thread, 8192 on a GPU)", _MODELS)
+    ] = None
 
     max_queue: Annotated[int, Option(_count, "N", "more requests than this get 429", _LIMITS)] = 2048
     max_queue_time: Annotated[float, Option(_time, "TIME", "so do those that would wait longer", _LIMITS)] = 5.0
