@@ -9,14 +9,12 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ import numpy as np
 import pytest
 
 import hasten
+import installed
 from hasten.bundle import Bundle
 from operating import sealed, swap, until
 
@@ -36,14 +35,15 @@ LEAN = ("--threads", "1", "--instances", "1")
 
 
 @pytest.fixture(scope="module")
-def python() -> str:
-    """One that has Ray."""
-    given = os.environ.get("HASTEN_RAY_ENV")
-    if given:
-        return str(Path(given, "bin", "python"))
-    if find_spec("ray") is None:
-        pytest.skip("ray is not installed: pip install 'hasten[ray]', or HASTEN_RAY_ENV names an environment with it")
-    return sys.executable
+def python(pytestconfig: pytest.Config) -> str:
+    """One that has Ray, beside all that this one has."""
+    place = installed.folder(pytestconfig, "ray")
+    return str(installed.python(place, f"-c {installed.CONSTRAINTS} 'ray[serve]>=2.52'", has_ours=True))
+
+
+def variables() -> dict[str, str]:
+    """For that Python: the sources that are tested, wherever the environment is from."""
+    return {**os.environ, "PYTHONPATH": str(Path(hasten.__file__).parents[1])}
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,9 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tiny_classifier: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tiny_classifier: Any, quick_build: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("bundles")
-    about = {"variants": ["onnxruntime-fp32"], "threads": 1, "seq_len": 16, "batch_size": 1, "bench_budget_s": 1}
-    bundle = hasten.build(tiny_classifier("bert"), folder / "classifier", **about)
+    bundle = quick_build(tiny_classifier("bert"), folder / "classifier", variants=["onnxruntime-fp32"])
     shutil.copytree(bundle.path, folder / "other")
     task = replace(bundle.manifest.task, labels=OTHERS)
     other = sealed(Bundle(folder / "other", replace(bundle.manifest, task=task)))
@@ -73,7 +72,7 @@ class Fleet:
     def __init__(self, python: str, folder: Path, *words: str) -> None:
         self.python, self._log = python, folder / "log"
         # Ray asks whoever connects for a token, which it would otherwise keep in the home directory.
-        self.environment = {**os.environ, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.environment = {**variables(), "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         command = [python, "-m", "hasten", "serve", *words, "--on", "ray", "--port", "0", *LEAN]
         out = folder / "out"
         with out.open("wb") as stdout, self._log.open("wb") as stderr:
@@ -293,7 +292,8 @@ def test_a_cluster_that_is_not_there(python: str, made: Made) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         free_port = free.getsockname()[1]
     words = ["serve", str(made.bundle.path), "--on", "ray", "--address", f"127.0.0.1:{free_port}", *LEAN]
-    done = subprocess.run([python, "-m", "hasten", *words], capture_output=True, text=True, check=False)
+    command = [python, "-m", "hasten", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables())
     assert done.returncode == 7
     assert f"error: no Ray cluster at 127.0.0.1:{free_port}" in done.stderr
     assert "Traceback" not in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from rich.cells import cell_len
 from rich.table import Table
@@ -51,7 +52,7 @@ def fitted_table(columns: Sequence[Column], lines: Sequence[Line], width: int) -
     for place in shown:
         column = columns[place]
         room = width - taken() + widths[place] if column.is_text else None
-        justify = "left" if column.is_left or column.is_text else "right"
+        justify: Literal["left", "right"] = "left" if column.is_left or column.is_text else "right"
         table.add_column(column.name, justify=justify, no_wrap=True, overflow="ellipsis", max_width=room)
     for line in lines:
         table.add_row(*(Text(line.cells[place]) for place in shown), style=line.style)
