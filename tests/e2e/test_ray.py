@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 import hasten
 import installed
@@ -58,7 +59,7 @@ class Made:
 @pytest.fixture(scope="module")
 def made(tiny_classifier: Any, quick_build: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("bundles")
-    bundle = quick_build(tiny_classifier("bert"), folder / "classifier", variants=["onnxruntime-fp32"])
+    bundle = quick_build(tiny_classifier("bert"), folder / "classifier", variants=["onnxruntime-fp32"], batch_size=1)
     shutil.copytree(bundle.path, folder / "other")
     task = replace(bundle.manifest.task, labels=OTHERS)
     other = sealed(Bundle(folder / "other", replace(bundle.manifest, task=task)))
@@ -265,17 +266,9 @@ def test_nothing_changes_where_nothing_has_changed(fleet: Fleet, made: Made) -> 
 def test_the_yaml_deploys(fleet: Fleet, made: Made, tmp_path: Path) -> None:
     """With Ray's own command, on the same Ray, in the place of what ran: two models of which a replica holds one."""
     file = tmp_path / "fleet.yaml"
-    words = [str(made.bundle.path), str(made.other.path), "--on", "ray", "--max-models", "1", "--write", str(file)]
-    run(fleet, "-m", "hasten", "serve", *words, *LEAN)
-    run(fleet, "-m", "ray.serve.scripts", "run", "--non-blocking", "--address", fleet.address, str(file))
-
-    def is_there() -> bool:
-        try:
-            return fleet.label("classifier") in LABELS
-        except OSError:
-            return False
-
-    until(is_there, "the new application", PATIENCE_S)
+    words = [str(made.bundle.path), str(made.other.path), "--max-models", "1"]
+    run(fleet, "-m", "hasten", "serve", *words, "--on", "ray", "--write", str(file), *LEAN)
+    deploy(fleet, file)
     for _ in range(2):
         assert fleet.label("other") in OTHERS
         assert fleet.label("classifier") in LABELS
@@ -288,6 +281,22 @@ def test_the_yaml_deploys(fleet: Fleet, made: Made, tmp_path: Path) -> None:
         fleet.ask("/predict", {"inputs": TEXTS[0]})
 
 
+def test_replicas_are_added_where_requests_queue(fleet: Fleet, made: Made, tmp_path: Path) -> None:
+    """By Ray's own autoscaler, which here looks sooner than it would."""
+    file = tmp_path / "fleet.yaml"
+    words = [str(made.bundle.path), "--replicas", "1-2"]
+    run(fleet, "-m", "hasten", "serve", *words, "--on", "ray", "--write", str(file), *LEAN)
+    document = yaml.safe_load(file.read_text())
+    scaling = document["applications"][0]["deployments"][0]["autoscaling_config"]
+    scaling.update(upscale_delay_s=1, downscale_delay_s=1, look_back_period_s=11)
+    file.write_text(yaml.safe_dump(document))
+    deploy(fleet, file)
+    until(lambda: len(fleet.replicas()) == 1, "a single replica", PATIENCE_S)
+    with asking(lambda: fleet.label("classifier"), clients=16) as clients:
+        until(lambda: len(fleet.replicas()) == 2 or clients.failed, "a second replica", PATIENCE_S)
+    assert not clients.failed
+
+
 def test_a_cluster_that_is_not_there(python: str, made: Made) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         free_port = free.getsockname()[1]
@@ -297,6 +306,19 @@ def test_a_cluster_that_is_not_there(python: str, made: Made) -> None:
     assert done.returncode == 7
     assert f"error: no Ray cluster at 127.0.0.1:{free_port}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def deploy(fleet: Fleet, file: Path) -> None:
+    """With Ray's own command, in the place of what ran; waits until that answers."""
+    run(fleet, "-m", "ray.serve.scripts", "run", "--non-blocking", "--address", fleet.address, str(file))
+
+    def is_there() -> bool:
+        try:
+            return fleet.label("classifier") in LABELS
+        except OSError:
+            return False
+
+    until(is_there, "the new application", PATIENCE_S)
 
 
 def run(fleet: Fleet, *words: str) -> str:
