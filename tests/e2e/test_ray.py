@@ -31,7 +31,7 @@ pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
 TEXTS = ("one answer", "another", "and a longer one than those before")
 LABELS, OTHERS = ("bad", "fair", "good"), ("x", "y", "z")
 # Ray starts slowly, and more so while others use the machine.
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 LEAN = ("--threads", "1", "--instances", "1")
 
 
@@ -85,7 +85,12 @@ class Fleet:
             assert self.process.poll() is None, self.log
             return "ready on " in out.read_text()
 
-        until(is_ready, "readiness", PATIENCE_S)
+        try:
+            until(is_ready, "readiness", PATIENCE_S)
+        except BaseException:
+            self.process.terminate()
+            self.process.wait(PATIENCE_S)
+            raise
         self.port = int(out.read_text().rsplit(":", 1)[1])
 
     @property
