@@ -122,7 +122,7 @@ def page(results: Path, note: str, machine: Callable[[dict[str, Any]], str]) -> 
         "machine:",
         "",
         "```",
-        "hasten stress http://POD:8000 --lengths your_texts.jsonl --sweep --objective 50 --duration 60s --json",
+        "hasten stress http://POD:8000 --lengths your_texts.jsonl --sweep --objective 50ms --duration 60s --json",
         "```",
         "",
         "`best.rate` is the most requests a second that keep p99 within 50 ms, coming at random moments whether or not "

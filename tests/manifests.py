@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import kubernetes_validate
 import yaml
 
+from hasten.bundle import Bundle
+from hasten.cli import main
 from hasten.core.report import Bench, Footprint, Report, Timing
 from hasten.core.statistics import Interval
 from hasten.core.tensors import Shape
 
 MEBIBYTE = 2**20
+INT8, FP32 = "onnxruntime-int8", "onnxruntime-fp32"
 # The oldest that we say will do, and the newest whose schemas are known.
 VERSIONS = ("1.30", kubernetes_validate.latest_version())
 
@@ -26,6 +30,16 @@ def measured(report: Report, *variants: str) -> Report:
     )
     footprints = tuple(Footprint(variant, 500.0, 300 * MEBIBYTE, 100 * MEBIBYTE) for variant in variants)
     return replace(report, bench=Bench("torch-fp32", timings, footprints))
+
+
+def deployer(engine: str, bundle: Bundle, target: Path) -> Callable[..., dict[str, Any]]:
+    """`deploy("--replicas", "3")`: what `hasten deploy` wrote for that engine, by file."""
+
+    def deploy(*words: str) -> dict[str, Any]:
+        assert main(["deploy", engine, str(bundle.path), "-o", str(target), "--force", *words]) == 0
+        return read(target)
+
+    return deploy
 
 
 def read(folder: Path) -> dict[str, Any]:

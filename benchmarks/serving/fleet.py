@@ -34,32 +34,17 @@ from contenders import (
 from environments import about, peers_python, ray_python, triton_python
 from latency import OURS, PLAIN, TOKENS, Http, Lane, Turn, summary, take_turns, text_of
 from throughput import judge, one_round
-from traffic import Traffic, read_traffic
+from traffic import Traffic, parser, read_traffic
 
 from hasten.core.hardware import usable_cores
 
-HERE = Path(__file__).parent
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a text classifier")
-    parser.add_argument("--data", type=Path, required=True, help="sentences with its labels")
-    parser.add_argument("--reviews", default="npm", help="a file with long texts, npm, or made (default: npm)")
-    parser.add_argument("--bundle", type=Path, help="of that model (default: it is built)")
-    parser.add_argument("--peers", type=Path, default=Path("peers-env"), help="FastAPI's virtual environment")
-    parser.add_argument("--ray", type=Path, default=Path("ray-env"), help="hasten's with Ray Serve")
-    parser.add_argument("--triton", type=Path, default=Path("triton-env"), help="tritonserver's")
-    parser.add_argument("--turns", type=int, default=10, help="of one client, of each contender")
-    parser.add_argument("--requests", type=int, default=150, help="a turn")
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--share", type=float, default=0.2, help="of long texts")
-    parser.add_argument("--rounds", type=int, default=3, help="of all clients")
-    parser.add_argument("--seconds", type=float, default=6.0, help="a round")
-    parser.add_argument("--rows", type=int, help="labelled sentences to judge by (default: all)")
-    parser.add_argument("--only", default="", help="contenders whose name holds this")
-    parser.add_argument("-o", "--output", type=Path, default=HERE.parent / "results" / "serving_fleet.json")
-    args = parser.parse_args()
+    told = parser(__doc__, "serving_fleet.json")
+    told.add_argument("--ray", type=Path, default=Path("ray-env"), help="hasten's with Ray Serve")
+    told.add_argument("--turns", type=int, default=10, help="of one client, of each contender")
+    told.add_argument("--requests", type=int, default=150, help="a turn")
+    args = told.parse_args()
     pythons = {
         "hasten": sys.executable,
         "peers": peers_python(args.peers),

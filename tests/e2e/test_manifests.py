@@ -18,7 +18,8 @@ pytest.importorskip("kubernetes_validate", reason="manifests.py holds manifests 
 
 import yaml
 
-import kserve_sdk
+import installed
+import kserve_models
 import manifests
 from hasten.cli import main
 
@@ -36,17 +37,19 @@ Check = Callable[[list[Any]], list[list[str]]]
 
 @pytest.fixture(scope="module")
 def check(pytestconfig: pytest.Config) -> Check:
-    given = os.environ.get("HASTEN_KSERVE_ENV")
-    try:
-        python = kserve_sdk.installed(Path(given) if given else pytestconfig.cache.mkdir("kserve") / "environment")
-    except kserve_sdk.NotHereError as error:
-        pytest.skip(str(error))
-    script = Path(kserve_sdk.__file__).with_name("check.py")
+    """It pins what we do not (NumPy, FastAPI, Ray), so it comes without what it depends on; its models need little."""
+    place = installed.folder(pytestconfig, "kserve")
+    python = installed.python(place, "--no-deps kserve", "kubernetes six")
 
     def run(documents: list[Any]) -> list[list[str]]:
         clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(
-            [python, script], input=json.dumps(documents), capture_output=True, text=True, check=False, env=clean
+            [python, kserve_models.__file__],
+            input=json.dumps(documents),
+            capture_output=True,
+            text=True,
+            check=False,
+            env=clean,
         )
         assert done.returncode == 0, done.stderr
         found: list[list[str]] = json.loads(done.stdout)
@@ -56,14 +59,9 @@ def check(pytestconfig: pytest.Config) -> Check:
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_classifier: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import hasten
-
+def bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("bundles") / "classifier"
-    shapes = {"seq_len": 16, "batch_size": 1}
-    return hasten.build(
-        tiny_classifier("bert"), target, variants=["onnxruntime-fp32"], threads=1, bench_budget_s=0.5, **shapes
-    ).path
+    return quick_build(tiny_classifier("bert"), target, variants=["onnxruntime-fp32"]).path
 
 
 def written(bundle: Path, target: Path, words: str) -> list[Any]:

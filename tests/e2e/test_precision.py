@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import hasten
 from hasten.bundle import Bundle
 from hasten.bundle.manifest import sha256
 from hasten.quantize.recipe import FILE, read_recipe
 
 CAREFUL = "onnxruntime-int8+attention+smooth+split"
 USUAL = "onnxruntime-int8+attention"
-QUICK = {"bench_budget_s": 1, "seq_len": 16, "keep": "all"}
+PUBLISHED = 0.9105504587155964
+ALL = {"keep": "all", "threads": None}
 
 
 @pytest.fixture(scope="module")
-def built(real_models: Any, real_data: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return hasten.build(
+def built(real_models: Any, real_data: Any, quick_build: Any) -> Bundle:
+    return quick_build(
         real_models("sst2"),
-        tmp_path_factory.mktemp("precision") / "sst2",
         variants=[CAREFUL, USUAL, "onnxruntime-int8+blocks"],
         data=real_data / "sst2_validation.jsonl",
         calibration=real_data / "sst2_calibration.jsonl",
         max_drop=0.5,
-        **QUICK,
+        **ALL,
     )
 
 
@@ -38,7 +36,9 @@ def test_care_keeps_what_the_usual_way_loses(built: Bundle) -> None:
     assert max(at.flips for at in careful.by_batch) <= 8
     assert max(at.drop for at in careful.by_batch) <= 0.5
     assert sum(at.flips for at in usual.by_batch) > 1.5 * sum(at.flips for at in careful.by_batch)
+    assert careful.reason.startswith("accuracy drop")
     assert careful.drop_interval.low <= careful.drop <= careful.drop_interval.high
+    assert careful.reference_metric.value == pytest.approx(PUBLISHED, abs=1e-9)
     assert verdicts["onnxruntime-int8+blocks"].agreement.flips <= 2
 
 
@@ -49,14 +49,13 @@ def test_what_makes_the_difference_is_in_the_recipe(built: Bundle) -> None:
     assert all(len(channels) == 16 for channels in recipe.split.values())
 
 
-def test_the_recipe_makes_it_again_bit_for_bit(built: Bundle, real_models: Any, tmp_path: Path) -> None:
+def test_the_recipe_makes_it_again_bit_for_bit(built: Bundle, real_models: Any, quick_build: Any) -> None:
     """Without the rows it was found on, which a recipe of this kind does not need."""
-    again = hasten.build(
+    again = quick_build(
         real_models("sst2"),
-        tmp_path / "again",
         recipe=built.path / "variants" / CAREFUL / FILE,
         min_agreement=0.9,
-        **QUICK,
+        **ALL,
     )
     first, second = (bundle.artifact(bundle.entry(CAREFUL)).path() for bundle in (built, again))
     assert sha256(first) == sha256(second)

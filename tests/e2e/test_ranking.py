@@ -19,7 +19,7 @@ import pytest
 import hasten
 
 LABELS = ["a film", "the acting", "politics"]
-QUICK: dict[str, Any] = {"variants": ["onnxruntime-fp32"], "bench_budget_s": 1, "batch_size": 1, "seq_len": 16}
+ONE: dict[str, Any] = {"variants": ["onnxruntime-fp32"], "threads": None}
 
 RealModels = Callable[[str], Path]
 
@@ -64,14 +64,16 @@ def write(file: Path, rows: list[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def test_zero_shot_answers_equal_the_pipeline(real_models: RealModels, real_data: Path, tmp_path: Path) -> None:
+def test_zero_shot_answers_equal_the_pipeline(
+    real_models: RealModels, real_data: Path, quick_build: Any, tmp_path: Path
+) -> None:
     import transformers
 
     texts = [json.loads(line)["text"] for line in (real_data / "sst2_validation.jsonl").read_text().splitlines()[:30]]
     texts.append(" ".join(texts))  # far past the limit
     model, bundle, file = real_models("sst2"), tmp_path / "bundle", tmp_path / "rows.jsonl"
     write(file, [{"text": text, "candidate_labels": LABELS} for text in texts])
-    hasten.build(model, bundle, task="zero-shot-classification", data=file, **QUICK)
+    quick_build(model, bundle, task="zero-shot-classification", data=file, **ONE)
     pipeline = transformers.pipeline("zero-shot-classification", str(model), device="cpu")
     with hasten.load(bundle) as classify:
         for is_multi in (False, True):
@@ -87,13 +89,15 @@ def test_zero_shot_answers_equal_the_pipeline(real_models: RealModels, real_data
     assert "politics 0." in shown
 
 
-def test_rankings_equal_the_cross_encoder(scorer: Path, questions: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_rankings_equal_the_cross_encoder(
+    scorer: Path, questions: list[dict[str, Any]], quick_build: Any, tmp_path: Path
+) -> None:
     from sentence_transformers import CrossEncoder
     from sentence_transformers.cross_encoder.evaluation import CrossEncoderRerankingEvaluator
 
     bundle, file = tmp_path / "bundle", tmp_path / "rows.jsonl"
     write(file, questions)
-    built = hasten.build(scorer, bundle, data=file, **QUICK)
+    built = quick_build(scorer, bundle, data=file, **ONE)
     assert built.manifest.task.name == "text-ranking"
     original = CrossEncoder(str(scorer), device="cpu")
     with hasten.load(bundle) as rank:
@@ -123,13 +127,15 @@ def test_rankings_equal_the_cross_encoder(scorer: Path, questions: list[dict[str
     assert all(len(json.loads(line)) == 1 for line in lines)
 
 
-def test_classes_of_pairs_equal_the_cross_encoder(real_models: RealModels, real_data: Path, tmp_path: Path) -> None:
+def test_classes_of_pairs_equal_the_cross_encoder(
+    real_models: RealModels, real_data: Path, quick_build: Any, tmp_path: Path
+) -> None:
     from sentence_transformers import CrossEncoder
 
     rows = [json.loads(line) for line in (real_data / "stsb_validation.jsonl").read_text().splitlines()[:150]]
     pairs = [[row["text"], row["text_pair"]] for row in rows]
     write(tmp_path / "rows.jsonl", [{"text": text, "text_pair": other} for text, other in pairs])
-    hasten.build(real_models("sst2"), tmp_path / "b", task="text-ranking", data=tmp_path / "rows.jsonl", **QUICK)
+    quick_build(real_models("sst2"), tmp_path / "b", task="text-ranking", data=tmp_path / "rows.jsonl", **ONE)
     with hasten.load(tmp_path / "b") as score:
         theirs = CrossEncoder(str(real_models("sst2")), device="cpu").predict(pairs)
         assert theirs.shape == (150, 2)

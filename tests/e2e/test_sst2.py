@@ -48,15 +48,11 @@ def test_answers_equal_the_pipeline(bundle: Path, real_models: Callable[[str], P
 
 
 def test_the_gate_decides_on_labelled_data(real_models: Callable[[str], Path], real_data: Path, tmp_path: Path) -> None:
-    """The usual dynamic int8 flips some of these 872 answers: refused where none may flip, and nothing is left behind;
-    taken where five points may be lost, and the drop is what is reported."""
+    """The usual dynamic int8 flips some of these 872 answers: refused where none may flip, and nothing is left behind.
+
+    What is taken where some may be lost, and what it lost: test_precision.py."""
     about = {"variants": "onnxruntime-int8", "data": real_data / "sst2_validation.jsonl", "bench_budget_s": 1}
     with pytest.raises(hasten.AccuracyError) as refused:
         hasten.build(real_models("sst2"), tmp_path / "strict", min_agreement=1.0, **about)
     assert "same label" in refused.value.candidates[0].reason
     assert list(tmp_path.iterdir()) == []
-    bundle = hasten.build(real_models("sst2"), tmp_path / "loose", max_drop=5, **about)
-    verdict = next(found.verdict for found in bundle.report.candidates if found.variant == "onnxruntime-int8")
-    assert verdict.reason.startswith("accuracy drop")
-    assert verdict.agreement.flips > 0
-    assert verdict.reference_metric.value == pytest.approx(PUBLISHED, abs=1e-9)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,11 +19,11 @@ PUBLISHED = 0.4554
 VARIANT = "onnxruntime-fp32"
 
 
-@pytest.fixture(scope="session")
-def bundle(real_models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("wnut17") / "bundle"
-    hasten.build(real_models("wnut17"), target, variants=[VARIANT], bench_budget_s=1, batch_size=1, seq_len=16)
-    return target
+@pytest.fixture(scope="module")
+def bundle(real_models: Callable[[str], Path], quick_build: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("wnut17") / "texts.jsonl"
+    file.write_text('{"text": "Ada lives in London"}\n', encoding="utf-8")
+    return quick_build(real_models("wnut17"), variants=[VARIANT], data=file, threads=None).path
 
 
 def test_verify_reproduces_the_published_f1(bundle: Path, real_data: Path) -> None:

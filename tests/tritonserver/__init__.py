@@ -6,7 +6,6 @@ It is installed once, in `$HASTEN_TRITON_ENV` or pytest's cache.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +13,15 @@ from pathlib import Path
 
 import pytest
 
+import installed
 from hasten.core.errors import UnsupportedError
 from hasten.deploy.tritonserver.program import Program
 
 
 def find_program(config: pytest.Config, packages: Sequence[str] = ()) -> Program:
     """Where it cannot run, tests that need it are skipped."""
-    given = os.environ.get("HASTEN_TRITON_ENV")
-    environment = Path(given) if given else config.cache.mkdir("tritonserver") / "environment"
     try:
-        return Program.installed(environment, packages)
+        return Program.installed(installed.folder(config, "triton"), packages)
     except UnsupportedError as error:
         pytest.skip(str(error))
 

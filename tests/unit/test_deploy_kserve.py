@@ -16,8 +16,8 @@ from hasten.bundle import Bundle
 from hasten.cli import main
 from hasten.core.report import Report
 from hasten.server.settings import Settings
+from manifests import FP32, INT8
 
-INT8, FP32 = "onnxruntime-int8", "onnxruntime-fp32"
 # What an InferenceService says about a model and a pod beside what Kubernetes knows.
 OF_MODELS = ("modelFormat", "runtime", "protocolVersion", "storageUri")
 OF_PREDICTORS = ("minReplicas", "maxReplicas", "scaleMetric", "scaleTarget", "autoScaling", "annotations", "model")
@@ -30,14 +30,7 @@ def model(tmp_path: Path, write_bundle: Callable[..., Bundle], report: Report) -
 
 @pytest.fixture
 def deploy(model: Bundle, tmp_path: Path) -> Callable[..., Any]:
-    """`deploy("--mode", "knative")`: what it wrote, by file."""
-
-    def run(*words: str) -> Any:
-        target = tmp_path / "kserve"
-        assert main(["deploy", "kserve", str(model.path), "-o", str(target), "--force", *words]) == 0
-        return manifests.read(target)
-
-    return run
+    return manifests.deployer("kserve", model, tmp_path / "kserve")
 
 
 def predictor(written: Any) -> Any:

@@ -21,8 +21,8 @@ from hasten.bundle import Bundle
 from hasten.cli import main
 from hasten.core.report import Report
 from hasten.server.settings import Settings
+from manifests import FP32, INT8
 
-INT8, FP32 = "onnxruntime-int8", "onnxruntime-fp32"
 KINDS = {
     "deployment.yaml": "Deployment",
     "service.yaml": "Service",
@@ -38,14 +38,7 @@ def model(tmp_path: Path, write_bundle: Callable[..., Bundle], report: Report) -
 
 @pytest.fixture
 def deploy(model: Bundle, tmp_path: Path) -> Callable[..., Any]:
-    """`deploy("--replicas", "3")`: what it wrote, by file."""
-
-    def run(*words: str) -> Any:
-        target = tmp_path / "k8s"
-        assert main(["deploy", "kubernetes", str(model.path), "-o", str(target), "--force", *words]) == 0
-        return manifests.read(target)
-
-    return run
+    return manifests.deployer("kubernetes", model, tmp_path / "k8s")
 
 
 def container(written: Any) -> Any:

@@ -6,9 +6,8 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 from rich.console import Console
@@ -16,17 +15,17 @@ from rich.logging import RichHandler
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
-from rich.table import Table
 
+from hasten.cli.tables import Column, Line, fitted_table
 from hasten.core.progress import Progress, Silent
-from hasten.core.report import Bench, Candidate, Report, Status, Timing
+from hasten.core.report import AtBatch, Bench, Candidate, Footprint, Report, Status, Timing, Verdict
 from hasten.core.tensors import Shape
 from hasten.measure.bench import BUSY_SHARE
 from hasten.measure.verify import FP32_TOLERANCE, GRAPH, chance, points
 from hasten.tasks import Row
 
 # A log or a pipe has no width of its own; tables keep their columns there.
-_LOG_WIDTH = 140
+_LOG_WIDTH = 120
 # Of a row that is only to be recognized.
 _SHOWN_CHARACTERS = 90
 
@@ -43,6 +42,9 @@ _STYLES = {
     Status.SKIPPED: "dim",
 }
 _MARKS = {Status.CHOSEN: "★", Status.INACCURATE: "✗", Status.FAILED: "✗", Status.UNAVAILABLE: "–", Status.SKIPPED: "–"}
+_USED = (Status.CHOSEN, Status.ELIGIBLE, Status.BASELINE)
+_REFUSED = (Status.INACCURATE, Status.FAILED, Status.UNAVAILABLE)
+_MARK, _VARIANT = Column("", is_left=True), Column("variant", is_left=True)
 
 
 class Display:
@@ -81,7 +83,9 @@ class Display:
         if not self._open:
             self._bars.stop()
             mark = "[green]✓[/]" if ok else "[red]✗[/]"
-            err.print(f"{mark} {what:<18} [cyan]{time.perf_counter() - began:6.1f} s[/]  [dim]{escape(note)}[/]")
+            line = f"{mark} {what:<18} [cyan]{time.perf_counter() - began:6.1f} s[/]  [dim]{escape(note)}[/]"
+            # A log keeps what belongs together on one line.
+            err.print(line, soft_wrap=not err.is_terminal)
 
 
 def display(quiet: bool) -> Progress:
@@ -108,53 +112,48 @@ def _plain(value: object) -> object:
 
 
 def print_report(report: Report) -> None:
-    """The candidates at the optimal shape, then the finalists at the others."""
-    timings = report.bench.timings
-    optimal = timings[0].shape
-    at_optimal = report.bench.at(optimal)
-    sizes = {entry.variant: entry for entry in report.bench.footprints}
-    # The end of a long path is the part that tells.
-    model = "/".join(report.plan.model.rstrip("/").split("/")[-2:])
-    table = plain_table(f"{model} at {optimal} (batch × tokens)")
-    for name in (
-        "",
-        "variant",
-        "answers like the original?",
-        "p50",
-        f"vs {report.bench.baseline}",
-        "load",
-        "memory",
-        "size",
-    ):
-        justify: Literal["left", "right"] = "right" if name in ("p50", "load", "memory", "size") else "left"
-        # Half a name names nothing: rather let the sentence beside it wrap.
-        table.add_column(name, justify=justify, no_wrap=name == "variant")
+    """What may be used, at the optimal shape; what may not, and why; then the finalists at the other shapes."""
+    optimal = report.bench.timings[0].shape
+    candidates = _by_speed(report.candidates, report.bench.at(optimal))
+    _print_used(report, candidates, optimal)
+    refused = [candidate for candidate in candidates if candidate.status in _REFUSED]
+    columns = (_MARK, _VARIANT, Column("why not", is_text=True))
+    _print("not used", columns, [_line(candidate, candidate.reason) for candidate in refused])
     skipped: dict[str, list[str]] = {}
-    for candidate in _by_speed(report.candidates, at_optimal):
+    for candidate in candidates:
         if candidate.status is Status.SKIPPED:
             skipped.setdefault(candidate.reason, []).append(candidate.variant)
-            continue
-        timing, size = at_optimal.get(candidate.variant), sizes.get(candidate.variant)
-        table.add_row(
-            _MARKS.get(candidate.status, "•" if candidate.variant in report.front else ""),
-            candidate.variant,
-            escape(_answers(candidate)),
-            f"{timing.p50_ms:.2f} ms" if timing else "",
-            _ratio(timing) if timing else "",
-            f"{size.load_ms / 1e3:.2f} s" if size else "",
-            _megabytes(size.peak_memory_bytes) if size else "",
-            _megabytes(size.size_bytes) if size else "",
-            style=_STYLES[candidate.status],
-        )
-    out.print(table)
     for reason, names in skipped.items():
-        out.print(f"{', '.join(names)}: {escape(reason)}", style="dim", highlight=False)
+        out.print(f"{', '.join(names)}: {reason}", style="dim", highlight=False, markup=False)
     print_metrics(report.candidates)
-    print_batches(report.candidates)
-    print_shapes(report.bench, skip=optimal)
+    print_batches([candidate for candidate in candidates if candidate not in refused])
+    print_timings(report.bench, "other shapes", skip=optimal)
     out.print(f"[dim]{report.machine}[/]")
     print_notes(report.notes, report.candidates)
     print_busy(report.bench)
+
+
+def _print_used(report: Report, candidates: Sequence[Candidate], shape: Shape) -> None:
+    used = [candidate for candidate in candidates if candidate.status in _USED]
+    verdicts = [candidate.verdict for candidate in used if candidate.verdict is not None]
+    measure = next((verdict.agreement.measure for verdict in verdicts), "agreement")
+    columns = (
+        *(_MARK, _VARIANT, Column(measure, spare=1), Column("flips", spare=3), Column(_metric(verdicts), spare=2)),
+        *(Column("p50"), Column("speed"), Column("interval", spare=4)),
+        *(Column("load", spare=7), Column("memory", spare=5), Column("size", spare=6)),
+    )
+    timings = report.bench.at(shape)
+    sizes = {entry.variant: entry for entry in report.bench.footprints}
+    lines = []
+    for candidate in used:
+        name, verdict = candidate.variant, candidate.verdict
+        mark = "•" if name in report.front and candidate.status is not Status.CHOSEN else None
+        answers = ("original", "", "") if verdict is None else _answers(verdict)
+        times = _times(timings[name]) if name in timings else ("", "", "")
+        lines.append(_line(candidate, *answers, *times, *_costs(sizes.get(name)), mark=mark))
+    # The end of a long path is the part that tells.
+    model = "/".join(report.plan.model.rstrip("/").split("/")[-2:])
+    _print(f"{model} at {shape} (batch × tokens), vs {report.bench.baseline}", columns, lines)
 
 
 def print_busy(bench: Bench) -> None:
@@ -162,63 +161,37 @@ def print_busy(bench: Bench) -> None:
         out.print(f"[yellow]other processes used {bench.others_share:.0%} of the machine meanwhile: time it again[/]")
 
 
-def print_shapes(bench: Bench, skip: Shape | None = None) -> None:
-    """p50 and speed-up of each variant, a row a shape."""
-    shapes = [shape for shape in dict.fromkeys(timing.shape for timing in bench.timings) if shape != skip]
-    if not shapes:
-        return
-    names = list(dict.fromkeys(timing.variant for timing in bench.timings if timing.shape in shapes))
-    table = plain_table("other shapes" if skip else "all shapes")
-    table.add_column("batch × tokens")
-    for name in names:
-        table.add_column(name, justify="right")
-    for shape in shapes:
-        row = bench.at(shape)
-        table.add_row(str(shape), *(_cell(row.get(name), bench.baseline) for name in names))
-    out.print(table)
-
-
-def print_timings(bench: Bench) -> None:
+def print_timings(bench: Bench, title: str = "timings", skip: Shape | None = None) -> None:
     """Everything that was timed, a row a shape and variant."""
-    table = plain_table("timings")
-    for name in ("batch × tokens", "variant", "p50", "p90", "p99", "sentences/s", f"vs {bench.baseline}"):
-        justify: Literal["left", "right"] = "right" if name in ("p50", "p90", "p99", "sentences/s") else "left"
-        table.add_column(name, justify=justify, no_wrap=name == "variant")
-    last = None
+    columns = (
+        *(Column("shape", is_left=True), _VARIANT, Column("p50"), Column("speed"), Column("interval", spare=1)),
+        *(Column("p90", spare=3), Column("p99", spare=2), Column("sentences/s", spare=4)),
+    )
+    lines, last = [], None
     for timing in bench.timings:
-        table.add_row(
-            str(timing.shape) if timing.shape != last else "",
-            timing.variant,
-            f"{timing.p50_ms:.2f} ms",
-            f"{timing.p90_ms:.2f} ms",
-            f"{timing.p99_ms:.2f} ms" if timing.p99_ms is not None else f"({timing.samples} samples)",
-            f"{timing.sentences_per_s:.0f}",
-            _ratio(timing),
-        )
-        last = timing.shape
-    out.print(table)
+        if timing.shape != skip:
+            shape = str(timing.shape) if timing.shape != last else ""
+            p99 = _ms(timing.p99_ms) if timing.p99_ms is not None else f"({timing.samples} samples)"
+            rest = (_ms(timing.p90_ms), p99, f"{timing.sentences_per_s:.0f}")
+            lines.append(Line((shape, timing.variant, *_times(timing), *rest)))
+            last = timing.shape
+    _print(f"{title} (batch × tokens), vs {bench.baseline}", columns, lines)
 
 
 def print_candidates(candidates: Sequence[Candidate]) -> None:
     """Where no variant may be used: how near each came, the nearest first, and why it was refused."""
-    table = plain_table("candidates")
-    for name in ("", "variant", "agreement", "flips", "metric", "drop"):
-        table.add_column(name, justify="left" if name in ("", "variant") else "right", no_wrap=True)
-    table.add_column("why not")
+    verdicts = [candidate.verdict for candidate in candidates if candidate.verdict is not None]
+    columns = (
+        *(_MARK, _VARIANT, Column("agreement"), Column("flips", spare=2), Column(_metric(verdicts), spare=3)),
+        *(Column("drop", spare=1), Column("why not", is_text=True)),
+    )
+    lines = []
     for candidate in sorted(candidates, key=_nearness):
         verdict = candidate.verdict
-        flips = verdict.agreement.flips if verdict is not None else None
-        table.add_row(
-            _MARKS.get(candidate.status, "✓"),
-            candidate.variant,
-            f"{verdict.agreement.value:.4f}" if verdict is not None else "",
-            "" if flips is None else str(flips),
-            f"{verdict.metric.value:.4f}" if verdict is not None and verdict.metric is not None else "",
-            points(verdict.drop) if verdict is not None and verdict.drop is not None else "",
-            escape(candidate.reason),
-            style=_STYLES[candidate.status],
-        )
-    out.print(table)
+        numbers = ("", "", "", "") if verdict is None else (*_answers(verdict), _drop(verdict.drop))
+        mark = "✓" if candidate.status in _USED else None
+        lines.append(_line(candidate, *numbers, candidate.reason, mark=mark))
+    _print("candidates", columns, lines)
 
 
 def _nearness(candidate: Candidate) -> float:
@@ -228,31 +201,24 @@ def _nearness(candidate: Candidate) -> float:
 def print_verdicts(candidates: Sequence[Candidate], rows: Sequence[Row]) -> None:
     """What was proven, a row a variant, and the text on which each differs most."""
     verdicts = [candidate.verdict for candidate in candidates if candidate.verdict is not None]
-    metric = next((verdict.metric for verdict in verdicts if verdict.metric is not None), None)
-    # The graph is always judged on the stored rows; the others, which come after it, on these.
-    table = plain_table(f"{len(rows)} rows")
-    judged = ("metric", "drop") if metric is None else (metric.name, "drop")
-    for name in ("", "variant", "agreement", "flips", "cosine", "max error", *judged):
-        table.add_column(name, justify="left" if name in ("", "variant") else "right", no_wrap=name == "variant")
-    table.add_column("the gate")
+    columns = (
+        *(_MARK, _VARIANT, Column("agreement"), Column("flips", spare=3), Column(_metric(verdicts), spare=2)),
+        *(Column("drop", spare=1), Column("cosine", spare=5), Column("max error", spare=4)),
+        Column("the gate", is_text=True),
+    )
+    lines = []
     for candidate in candidates:
         verdict = candidate.verdict
         if verdict is None:
-            table.add_row("–", candidate.variant, *[""] * 6, escape(candidate.reason), style="dim")
+            lines.append(Line(("–", candidate.variant, *[""] * 6, candidate.reason), "dim"))
             continue
-        agreement = verdict.agreement
-        table.add_row(
-            "[green]✓[/]" if verdict.passed else "[red]✗[/]",
-            candidate.variant,
-            f"{agreement.value:.5f}",
-            "" if agreement.flips is None else str(agreement.flips),
-            "" if agreement.cosine_mean is None else f"{agreement.cosine_mean:.5f}",
-            f"{agreement.max_error:.1e}",
-            "" if verdict.metric is None else f"{verdict.metric.value:.4f}",
-            "" if verdict.drop is None else points(verdict.drop) + chance(verdict.drop_interval),
-            escape(candidate.reason),
-        )
-    out.print(table)
+        drop = _drop(verdict.drop) + chance(verdict.drop_interval)
+        cosine = verdict.agreement.cosine_mean
+        others = (drop, "" if cosine is None else f"{cosine:.5f}", f"{verdict.agreement.max_error:.1e}")
+        mark, style = ("✓", "") if verdict.passed else ("✗", "red")
+        lines.append(Line((mark, candidate.variant, *_answers(verdict), *others, candidate.reason), style))
+    # The graph is always judged on the stored rows; the others, which come after it, on these.
+    _print(f"{len(rows)} rows", columns, lines)
     print_metrics(candidates)
     print_batches(candidates)
     print_notes((), candidates)
@@ -270,33 +236,31 @@ def print_metrics(candidates: Sequence[Candidate]) -> None:
     reference = next((verdict.reference_metric for verdict in verdicts if verdict.reference_metric), None)
     if reference is None or not reference.also:
         return
-    table = plain_table(f"metrics on {reference.rows} rows")
-    for name in ("variant", reference.name, *reference.also):
-        table.add_column(name, justify="left" if name == "variant" else "right")
+    columns = (_VARIANT, Column(reference.name), *(Column(name, spare=at) for at, name in enumerate(reference.also, 1)))
+    lines = []
     for variant, metric in [("the reference", reference), *scored]:
         values = (metric.value, *(metric.also[name] for name in reference.also))
-        table.add_row(variant, *(f"{value:.4f}" for value in values))
-    out.print(table)
+        lines.append(Line((variant, *(f"{value:.4f}" for value in values))))
+    _print(f"metrics on {reference.rows} rows", columns, lines)
 
 
 def print_batches(candidates: Sequence[Candidate]) -> None:
     """How variants did at each batch size, where that makes a difference to their answers."""
     verdicts = [candidate.verdict for candidate in candidates if candidate.verdict and candidate.verdict.by_batch]
-    if not verdicts:
-        return
-    table = plain_table("in batches of different size")
-    for name in ("variant", "batch", "agreement", "flips", "drop"):
-        table.add_column(name, justify="left" if name == "variant" else "right")
-    for verdict in verdicts:
-        for entry in verdict.by_batch:
-            table.add_row(
-                verdict.variant if entry is verdict.by_batch[0] else "",
-                str(entry.size),
-                f"{entry.agreement:.5f}",
-                "" if entry.flips is None else str(entry.flips),
-                "" if entry.drop is None else points(entry.drop),
-            )
-    out.print(table)
+    sizes = sorted({entry.size for verdict in verdicts for entry in verdict.by_batch})
+    columns = (_VARIANT, *(Column(str(size)) for size in sizes))
+    cells: dict[str, Callable[[AtBatch], str]] = {
+        "agreement": lambda entry: f"{entry.agreement:.5f}",
+        "flips": lambda entry: "" if entry.flips is None else str(entry.flips),
+        "points lost": lambda entry: _drop(entry.drop),
+    }
+    for what, cell in cells.items():
+        lines = []
+        for verdict in verdicts:
+            at = {entry.size: cell(entry) for entry in verdict.by_batch}
+            if any(at.values()):
+                lines.append(Line((verdict.variant, *(at.get(size, "") for size in sizes))))
+        _print(f"{what} in batches of", columns, lines)
 
 
 def print_notes(notes: Sequence[str], candidates: Sequence[Candidate]) -> None:
@@ -308,23 +272,25 @@ def print_notes(notes: Sequence[str], candidates: Sequence[Candidate]) -> None:
 
 
 def print_footprints(bench: Bench) -> None:
-    table = plain_table("footprint")
     has_gpu = any(entry.gpu_memory_bytes is not None for entry in bench.footprints)
-    for name in ("variant", "load", "memory", "size", *(["GPU memory"] if has_gpu else [])):
-        table.add_column(name, justify="left" if name == "variant" else "right")
-    for entry in bench.footprints:
-        table.add_row(
-            entry.variant,
-            f"{entry.load_ms / 1e3:.2f} s",
-            _megabytes(entry.peak_memory_bytes),
-            _megabytes(entry.size_bytes),
-            *([] if entry.gpu_memory_bytes is None else [_megabytes(entry.gpu_memory_bytes)]),
-        )
-    out.print(table)
+    columns = (_VARIANT, Column("load"), Column("memory"), Column("size"), *([Column("GPU memory")] if has_gpu else []))
+    lines = [
+        Line((entry.variant, *_costs(entry), *([_megabytes(entry.gpu_memory_bytes)] if has_gpu else [])))
+        for entry in bench.footprints
+    ]
+    _print("footprint", columns, lines)
 
 
-def plain_table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def _print(title: str, columns: Sequence[Column], lines: Sequence[Line]) -> None:
+    if lines:
+        # A title of the table's own is wrapped at the width of the table.
+        out.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
+        out.print(fitted_table(columns, lines, out.width))
+
+
+def _line(candidate: Candidate, *cells: str, mark: str | None = None) -> Line:
+    shown = mark if mark is not None else _MARKS.get(candidate.status, "")
+    return Line((shown, candidate.variant, *cells), _STYLES[candidate.status])
 
 
 def _by_speed(candidates: Sequence[Candidate], timings: dict[str, Timing]) -> list[Candidate]:
@@ -332,37 +298,43 @@ def _by_speed(candidates: Sequence[Candidate], timings: dict[str, Timing]) -> li
     return sorted(candidates, key=lambda c: timings[c.variant].p50_ms if c.variant in timings else last)
 
 
-def _answers(candidate: Candidate) -> str:
-    verdict = candidate.verdict
-    if verdict is None:
-        return candidate.reason
-    if not verdict.passed:
-        return f"no: {verdict.reason}"
-    drop = (
-        "" if verdict.drop is None or verdict.metric is None else f", {verdict.metric.name} {verdict.metric.value:.4f}"
-    )
-    agreement = verdict.agreement
-    flips = "" if agreement.flips is None else f", {agreement.flips} of {agreement.rows} flipped"
-    return f"yes: {agreement.measure} {agreement.value:.5f}{flips}{drop}"
+def _metric(verdicts: Sequence[Verdict]) -> str:
+    """What they are judged by, where they have labels."""
+    return next((verdict.metric.name for verdict in verdicts if verdict.metric is not None), "metric")
 
 
-def _ratio(timing: Timing) -> str:
+def _answers(verdict: Verdict) -> tuple[str, str, str]:
+    """Agreement, flips and metric."""
+    flips, metric = verdict.agreement.flips, verdict.metric
+    shown = ("" if flips is None else str(flips), "" if metric is None else f"{metric.value:.4f}")
+    return (f"{verdict.agreement.value:.5f}", *shown)
+
+
+def _drop(drop: float | None) -> str:
+    return "" if drop is None else points(drop)
+
+
+def _times(timing: Timing) -> tuple[str, str, str]:
+    """p50, the speed-up over the baseline, and its interval."""
     low, high = timing.speedup.low, timing.speedup.high
     if low == high == 1.0:
-        return "1×"
-    if not timing.has_interval:
-        return f"{timing.speedup.value:.2f}× (too few rounds for an interval)"
-    if not timing.is_significant:
-        return f"{timing.speedup.value:.2f}× (no significant difference)"
-    return f"{timing.speedup.value:.2f}× ({low:.2f}–{high:.2f})"
+        return _ms(timing.p50_ms), "1×", ""
+    interval = f"{low:.2f}–{high:.2f}" if timing.is_significant else "not significant"
+    shown = interval if timing.has_interval else "too few rounds"
+    return _ms(timing.p50_ms), f"{timing.speedup.value:.2f}×", shown
 
 
-def _cell(timing: Timing | None, baseline: str) -> str:
-    if timing is None:
-        return ""
-    ratio = "" if timing.variant == baseline else f"  {timing.speedup.value:.2f}×"
-    return f"{timing.p50_ms:.2f} ms{ratio}"
+def _ms(time: float) -> str:
+    """Three digits, which is as far as times repeat."""
+    decimals = sum(time < bound for bound in (1, 10, 100))
+    return f"{time:.{decimals}f} ms"
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.0f} MB"
+def _costs(entry: Footprint | None) -> tuple[str, str, str]:
+    if entry is None:
+        return "", "", ""
+    return f"{entry.load_ms / 1e3:.2f} s", _megabytes(entry.peak_memory_bytes), _megabytes(entry.size_bytes)
+
+
+def _megabytes(count: int | None) -> str:
+    return "" if count is None else f"{count / 1e6:.0f} MB"

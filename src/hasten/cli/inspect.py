@@ -52,10 +52,11 @@ def main(args: argparse.Namespace) -> int:
 
 def _print_inspection(found: Inspection) -> None:
     from hasten.cli import console
+    from hasten.cli.tables import plain_table
 
     _print_model(found)
     console.out.print()
-    files = console.plain_table("files")
+    files = plain_table("files")
     files.add_column("file")
     files.add_column("size", justify="right")
     for name, size in found.files.items():
@@ -90,8 +91,9 @@ def _print_passes(passes: Iterable[Pass]) -> None:
     from rich.markup import escape
 
     from hasten.cli import console
+    from hasten.cli.tables import plain_table
 
-    table = console.plain_table("passes")
+    table = plain_table("passes")
     for name in ("pass", "operators", "what changed"):
         table.add_column(name)
     for step in passes:
@@ -114,8 +116,9 @@ def _print_graphs(graphs: Iterable[GraphView]) -> None:
     from rich.markup import escape
 
     from hasten.cli import console
+    from hasten.cli.tables import plain_table
 
-    table = console.plain_table("graphs")
+    table = plain_table("graphs")
     for name in ("graph", "operators", "which"):
         table.add_column(name)
     for view in graphs:
@@ -127,7 +130,7 @@ def _print_graphs(graphs: Iterable[GraphView]) -> None:
     for view in graphs:
         if view.executed:
             console.out.print()
-            executed = console.plain_table(f"{view.name}, as loaded here")
+            executed = plain_table(f"{view.name}, as loaded here")
             for name in ("operator", "on", "count"):
                 executed.add_column(name, justify="right" if name == "count" else "left")
             for execution in view.executed:

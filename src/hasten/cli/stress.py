@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.cli import console
+from hasten.cli.tables import plain_table
 from hasten.core.errors import ServeError
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _print(out: Console, result: Run | Sweep) -> None:
     from hasten.stress.sweep import Sweep, keeps
 
     runs = result.runs if isinstance(result, Sweep) else (result,)
-    table = console.plain_table("")
+    table = plain_table("")
     for title in ("requests/s", "answered/s", "p50", "p90", "p99", "p99.9", "max", "errors"):
         table.add_column(title, justify="right")
     for run in sorted(runs, key=lambda run: run.rate):

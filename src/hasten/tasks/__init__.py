@@ -176,6 +176,21 @@ def not_finite(measure: str, ours: FloatArray, theirs: FloatArray, encoded: Enco
     )
 
 
+def by_cosine(ours: FloatArray, theirs: FloatArray, cosines: FloatArray, worst: Sequence[int]) -> Agreement:
+    """The agreement of vectors that are to point the same way; `worst` are items."""
+    return Agreement(
+        measure="mean cosine",
+        value=float(cosines.mean()),
+        rows=len(ours),
+        max_error=float(np.abs(ours - theirs).max()),
+        relative_error=relative_error(ours, theirs),
+        scale=float(np.abs(theirs).max()),
+        cosine_mean=float(cosines.mean()),
+        cosine_min=float(cosines.min()),
+        worst=tuple(worst),
+    )
+
+
 def is_number(value: object) -> TypeGuard[int | float]:
     """Whether it is a number, finite, and not an integer that no float can hold."""
     return isinstance(value, int | float) and -_HUGE < value < _HUGE

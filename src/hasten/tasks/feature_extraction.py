@@ -10,10 +10,10 @@ import numpy as np
 
 from hasten.core.errors import InputError
 from hasten.core.report import Agreement, Metric
-from hasten.core.statistics import relative_error, row_cosines
+from hasten.core.statistics import row_cosines
 from hasten.core.tensors import BATCH, SEQUENCE, FloatArray, Outputs
 from hasten.core.tokenizer import Tokenizer
-from hasten.tasks import Encoded, Row, TaskSpec, not_finite, parse_texts, read_options
+from hasten.tasks import Encoded, Row, TaskSpec, by_cosine, not_finite, parse_texts, read_options
 
 HIDDEN = "last_hidden_state"
 
@@ -85,17 +85,8 @@ class FeatureExtraction:
             agreement = not_finite("mean cosine", ours, theirs, replace(encoded, item_of_row=owners))
             return replace(agreement, worst=tuple(dict.fromkeys(owners[broken].tolist()))[:3])
         cosines = row_cosines(ours, theirs)
-        return Agreement(
-            measure="mean cosine",
-            value=float(cosines.mean()),
-            rows=len(ours),
-            max_error=float(np.abs(ours - theirs).max()),
-            relative_error=relative_error(ours, theirs),
-            scale=float(np.abs(theirs).max()),
-            cosine_mean=float(cosines.mean()),
-            cosine_min=float(cosines.min()),
-            worst=tuple(dict.fromkeys(owners[np.argsort(cosines, kind="stable")].tolist()))[:3],
-        )
+        worst = dict.fromkeys(owners[np.argsort(cosines, kind="stable")].tolist())
+        return by_cosine(ours, theirs, cosines, [*worst][:3])
 
 
 TASK = FeatureExtraction()

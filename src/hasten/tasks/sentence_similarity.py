@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -11,13 +11,14 @@ import numpy as np
 from hasten.core.errors import InputError
 from hasten.core.report import Agreement, Metric
 from hasten.core.scores import CORRELATIONS, correlated
-from hasten.core.statistics import relative_error, row_cosines, spearman
+from hasten.core.statistics import row_cosines, spearman
 from hasten.core.tensors import BATCH, FloatArray, Outputs
 from hasten.core.tokenizer import Tokenizer
 from hasten.tasks import (
     Encoded,
     Row,
     TaskSpec,
+    by_cosine,
     check_spread,
     checked_text,
     is_number,
@@ -126,18 +127,11 @@ class SentenceSimilarity:
         cosines = row_cosines(ours, theirs)
         near_ours, near_theirs = _similarities(ours[:_COMPARED]), _similarities(theirs[:_COMPARED])
         upper = np.triu_indices(len(near_ours), 1)
-        return Agreement(
-            measure="mean cosine",
-            value=float(cosines.mean()),
-            rows=len(ours),
-            max_error=float(np.abs(ours - theirs).max()),
-            relative_error=relative_error(ours, theirs),
-            scale=float(np.abs(theirs).max()),
-            cosine_mean=float(cosines.mean()),
-            cosine_min=float(cosines.min()),
+        agreement = by_cosine(ours, theirs, cosines, [int(encoded.item_of_row[row]) for row in np.argsort(cosines)[:3]])
+        return replace(
+            agreement,
             rank_correlation=spearman(near_ours[upper], near_theirs[upper]) if len(upper[0]) > 1 else None,
             top_k_overlap=_neighbour_overlap(near_ours, near_theirs),
-            worst=tuple(int(encoded.item_of_row[row]) for row in np.argsort(cosines)[:3]),
         )
 
 

@@ -1,0 +1,49 @@
+"""Virtual environments of what tests need beside us, made once: in a folder that a variable names, or the cache."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+
+
+def folder(config: pytest.Config, name: str) -> Path:
+    """Where it is, or will be: `HASTEN_RAY_ENV` for "ray"."""
+    given = os.environ.get(f"HASTEN_{name.upper()}_ENV")
+    return Path(given) if given else config.cache.mkdir(name) / "environment"
+
+
+def python(environment: Path, *installs: str, has_ours: bool = False) -> Path:
+    """Its Python, once pip has installed that; `has_ours` lets it see this one's packages, where it has none itself.
+
+    Where pip cannot, tests are skipped. An environment that somebody else made is taken as it is.
+    """
+    found, begun = environment / "bin" / "python", environment / "begun"
+    if begun.exists():  # and interrupted
+        shutil.rmtree(environment)
+    if not found.exists():
+        environment.mkdir(parents=True, exist_ok=True)
+        begun.touch()
+        _do([sys.executable, "-m", "venv", environment])
+        if has_ours:
+            (site,) = environment.glob("lib/python*/site-packages")
+            (site / "ours.pth").write_text(sysconfig.get_path("purelib"))
+        for words in installs:
+            _do([found, "-m", "pip", "install", "--quiet", *shlex.split(words)])
+        begun.unlink()
+    return found
+
+
+def _do(command: list[str | Path]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = (done.stderr.strip() or done.stdout.strip() or "it failed").splitlines()[-1]
+        pytest.skip(f"{shlex.join(map(str, command[1:]))}: {why}")
