@@ -510,3 +510,26 @@ def test_whoever_has_its_answer_finds_it_counted(site: Site) -> None:
             second.sendall(get("/after"))
         assert second.recv(2**16)
     assert counted == [1]
+
+
+def test_who_was_not_told_that_it_was_the_last_answer_may_ask_again(site: Site) -> None:
+    with site.connect() as raw:
+        raw.sendall(get("/held"))
+        until(lambda: len(site.asked) == 1)
+        with standstill(site):
+            site.asked[0].reply(Response.text("the answer"))
+            site.connections.is_draining = True
+            assert b"connection: close" not in raw.recv(2**16)
+        raw.sendall(get("/more"))
+        received = all_of(raw)
+        assert (statuses(received), b"connection: close" in received) == ([200], True)
+
+
+def test_who_was_sent_its_answer_while_all_are_closed_is_closed_too(site: Site) -> None:
+    with site.connect() as raw:
+        raw.sendall(get("/held"))
+        until(lambda: len(site.asked) == 1)
+        with standstill(site):
+            site.asked[0].reply(Response.text("the answer"))
+            site.connections.is_draining = site.connections.is_drained = True
+        assert statuses(all_of(raw)) == [200]

@@ -65,7 +65,8 @@ class Connections:
         # whoever has its answer finds it counted.
         self.answered: deque[tuple[Connection, Response]] = deque()
         self.held_bytes = 0
-        self.is_draining = False
+        # Answers are the last of their connection; those that are idle are closed.
+        self.is_draining = self.is_drained = False
 
     def __call__(self) -> Connection:
         return Connection(self)
@@ -77,7 +78,7 @@ class Connections:
 
     def drain(self) -> None:
         """Answer what was asked, take nothing more, close what is idle."""
-        self.is_draining = True
+        self.is_draining = self.is_drained = True
         for connection in list(self.open):
             connection.close_if_idle()
 
@@ -297,12 +298,15 @@ class Connection(asyncio.Protocol):
         if self._transport.is_closing():
             exchange.was_sent(response)
             return
-        is_ending = self._is_deaf or self._owner.is_draining
+        # Who was sent its answer was not told that it is the last, and may have asked again.
+        is_ending = self._is_deaf or (self._owner.is_draining and not was_sent)
         is_last = not self._is_kept or (is_ending and not self._waiting and self._refusal is None)
         self._outlet.write(b"" if was_sent else _written(response, exchange, is_keeping=not is_last))
         exchange.was_sent(response)
         if not is_last:
             self._next()
+            if self._owner.is_drained:
+                self.close_if_idle()
         elif self._is_deaf and not self._has_ended:
             self._linger()
         else:
