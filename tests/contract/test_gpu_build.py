@@ -74,7 +74,7 @@ def test_its_report_tells_what_was_done(bundle: Bundle) -> None:
 def test_elsewhere_the_graph_answers(bundle: Bundle, caplog: pytest.LogCaptureFixture) -> None:
     artifact: Artifact = runnable(bundle)
     assert artifact.variant.name == "graph-fp32"
-    assert "passing over onnxruntime-fp16@cuda, which does not run here: there is no NVIDIA GPU here" in caplog.text
+    assert "passing over onnxruntime-fp16@cuda, which does not run here" in caplog.text
 
 
 def test_tritonserver_gets_it_for_a_gpu_alone(bundle: Bundle) -> None:

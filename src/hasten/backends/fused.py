@@ -24,6 +24,7 @@ from hasten.backends import (
     Source,
     probe_packages,
 )
+from hasten.core.buckets import check_lengths
 from hasten.core.errors import StageError
 from hasten.core.hardware import Machine
 from hasten.core.tensors import MASKS, Batch, FloatArray, Layout, Outputs, SessionSpec, gather
@@ -121,7 +122,7 @@ class Fused:
         about = read_about(artifact)
         try:
             weights = load_file(artifact.path(), device=CUDA)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # the binding raises its own unrelated classes
             raise StageError(f"{artifact.variant} cannot be loaded: {error}") from error
         is_dependent = torch.cuda.get_device_capability() >= HOPPER
         return FusedSession(about, weights, artifact, device=CUDA, is_dependent=is_dependent)
@@ -130,10 +131,13 @@ class Fused:
 def read_about(artifact: Artifact) -> About:
     from hasten.kernels.encoder import Geometry
 
-    # Imported late, so that its name is not known where the types are read.
-    raw = msgspec.json.decode((artifact.directory / ABOUT).read_bytes())
-    geometry = msgspec.convert(raw.pop("geometry"), Geometry)
-    return About(geometry, tuple(raw["head"]), tuple(raw["pooling"]), raw["normalize"])
+    try:
+        # Imported late, so that its name is not known where the types are read.
+        raw = msgspec.json.decode((artifact.directory / ABOUT).read_bytes())
+        geometry = msgspec.convert(raw.pop("geometry"), Geometry)
+        return About(geometry, tuple(raw["head"]), tuple(raw["pooling"]), raw["normalize"])
+    except (OSError, msgspec.MsgspecError, LookupError, TypeError) as error:
+        raise StageError(f"{artifact.variant} cannot be loaded: {ABOUT}: {error}") from error
 
 
 class FusedSession(OpenSession):
@@ -177,6 +181,7 @@ class FusedSession(OpenSession):
         from hasten.kernels.packing import MOST_PICKED, MOST_TOKENS, parts
 
         signature = self.spec.signature
+        check_lengths(batch, signature)
         masks = signature.counts(signature.outputs[0], batch) if self._is_of_masks else None
         is_few = batch.tokens <= MOST_TOKENS and (masks is None or int(masks.sum()) <= MOST_PICKED)
         if is_few or len(batch) == 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -77,7 +79,7 @@ class Replay:
         """Those that were not used for long make room."""
         graph = self._graphs.pop(bucket, None)
         if graph is None:
-            with _recording:
+            with _recording, _garbage_kept():
                 graph = _Graph(self._compute, bucket, self.stream, self._pool, self._outbox)
             self._pool = graph.pool
         self._graphs[bucket] = graph
@@ -88,6 +90,18 @@ class Replay:
     @property
     def last(self) -> _Graph:
         return next(reversed(self._graphs.values()))
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """A session that nobody closed is freed with its graphs, in the middle of a recording if need be, which ends it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Outbox:
