@@ -27,6 +27,7 @@ class Metrics:
         except ImportError as error:
             raise missing_package("prometheus_client", "metrics", "serve") from error
         registry = self._registry = prometheus.CollectorRegistry()
+        self._known: dict[tuple[object, ...], Any] = {}
         label = ["model"]
 
         def histogram(name: str, what: str, buckets: tuple[float, ...] = _SECONDS) -> Any:
@@ -64,15 +65,24 @@ class Metrics:
         return ModelMetrics(self, model)
 
     def on_seen(self, seen: Seen) -> None:
-        self.requests.labels(seen.model, seen.status).inc()
-        if not seen.model:
+        model = seen.model
+        self._series(self.requests, model, seen.status).inc()
+        if not model:
             return
-        self.duration.labels(seen.model).observe(seen.seconds)
+        self._series(self.duration, model).observe(seen.seconds)
         if seen.status == _TOO_MANY:
-            self.rejected.labels(seen.model).inc()
+            self._series(self.rejected, model).inc()
         if seen.measured is not None:
-            self.encode.labels(seen.model).observe(seen.measured.encode_s)
-            self.queue.labels(seen.model).observe(seen.measured.queue_s)
+            self._series(self.encode, model).observe(seen.measured.encode_s)
+            self._series(self.queue, model).observe(seen.measured.queue_s)
+
+    def _series(self, metric: Any, *labels: object) -> Any:
+        """Found by the client under a lock, each time: too long a way for who asks again at once."""
+        key = (metric, *labels)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = metric.labels(*labels)
+        return found
 
 
 class _Live:
@@ -107,5 +117,6 @@ class ModelMetrics(Observer):
     def on_batch(self, job: Job, seconds: float) -> None:
         self._compute.observe(seconds)
         self._rows.observe(len(job.batch))
-        self._tokens.inc(job.batch.tokens)
-        self._padding.inc(job.padding)
+        self._tokens.inc(job.tokens)
+        if padding := job.padding:
+            self._padding.inc(padding)

@@ -106,8 +106,10 @@ class Job:
     @property
     def padding(self) -> int:
         """Tokens that are computed for nothing."""
-        lengths, tokens = self.batch.lengths, self.batch.tokens
-        return (int(lengths.max()) * len(lengths) if self.rounded is None else self.rounded(tokens)) - tokens
+        lengths, tokens = self.batch.lengths, self.tokens
+        if self.rounded is not None:
+            return self.rounded(tokens) - tokens
+        return int(lengths.max()) * len(lengths) - tokens if len(lengths) > 1 else 0
 
 
 class Queue:
