@@ -86,6 +86,7 @@ def main() -> None:
         "triton": __import__("triton").__version__,
         "rows": [],
         "missing": {},
+        "notes": [],
     }
     wanted = [Variant.parse(name) for name in args.variants]
     supports = {variant: BACKENDS.get(variant.backend).probe(this_machine(), variant) for variant in wanted}

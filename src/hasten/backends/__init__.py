@@ -180,6 +180,15 @@ class HasSizes(Protocol):
         ...
 
 
+@runtime_checkable
+class Tunes(Protocol):
+    """What a backend may offer beside the contract, where it chooses by measuring: `hasten bench` asks for it."""
+
+    def tune(self, artifact: Artifact) -> None:
+        """Measure on this machine, unless that was done, and keep what was found in the cache."""
+        ...
+
+
 BACKENDS: Registry[Backend] = Registry("backend", "hasten.backends", "BACKEND")
 
 

@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from hasten.backends import BACKENDS, Artifact
+from hasten.backends import BACKENDS, Artifact, Tunes
 from hasten.bundle import Bundle
 from hasten.core.errors import HastenError, PlanError, UnsupportedError
 from hasten.core.hardware import Machine, this_machine
@@ -35,6 +35,11 @@ def rebench(bundle: Bundle, shapes: Shapes, budget_s: float, threads: int | None
     if not passed:
         raise UnsupportedError(f"no variant of {bundle.path} can be timed here: {refused[0].reason}")
     artifacts = [bundle.artifact(bundle.entry(name)) for name in passed]
+    for artifact in artifacts:
+        backend = BACKENDS.get(artifact.variant.backend)
+        if isinstance(backend, Tunes):
+            with step(progress, f"tune {artifact.variant}"):
+                backend.tune(artifact)
     limit = bundle.manifest.signature.max_length
     shapes = Shapes(shapes.batch, shapes.sequence.at_most(limit))
     with tempfile.TemporaryDirectory(prefix="hasten-") as work:
