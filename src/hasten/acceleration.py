@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hasten.backends.fused import BACKEND, CUDA, HOPPER
+from hasten.backends.fused import BACKEND, CUDA, HOPPER, OLDEST
 from hasten.core.errors import AccuracyError, InputError, UnsupportedError
 from hasten.core.hardware import this_machine
 from hasten.core.tensors import Batch, BoolArray, IntArray
@@ -49,6 +49,9 @@ def accelerate(model: Model, *, dtype: Any = None) -> Model:
     devices = sorted({str(parameter.device) for parameter in base.parameters()})
     if len(devices) != 1 or not devices[0].startswith(CUDA):
         raise UnsupportedError(f"the model lies on {', '.join(devices)}", hint="move it to one GPU: model.to('cuda')")
+    capability = torch.cuda.get_device_capability(devices[0])
+    if capability < OLDEST:
+        raise UnsupportedError(f"the fused kernels need compute capability 8.0, and {devices[0]} has {capability}")
     attach(base, chosen)
     return model
 
@@ -90,6 +93,7 @@ class FusedForward:
     def __init__(self, base: Any, dtype: Any) -> None:
         import torch
 
+        from hasten.kernels.dependent import shared_bytes
         from hasten.kernels.encoder import Encoder
         from hasten.kernels.packing import unpack
         from hasten.kernels.products import Products
@@ -106,12 +110,17 @@ class FusedForward:
         self._device = self._weights["words"].device
         is_gpu = self._device.type == CUDA
         is_dependent = is_gpu and torch.cuda.get_device_capability(self._device) >= HOPPER
-        products = Products(dtype, self._device) if is_gpu else None
-        encoder = Encoder(self._geometry, self._weights, is_dependent=is_dependent, products=products)
+        self._on_device: Any = torch.cuda.device(self._device) if is_gpu else nullcontext()
+        with self._on_device:
+            # A handle of the library is the current device's.
+            products = Products(dtype, self._device) if is_gpu else None
+        shared = shared_bytes(self._device.index or 0) if is_gpu else None
+        encoder = Encoder(
+            self._geometry, self._weights, is_dependent=is_dependent, products=products, shared_bytes=shared
+        )
         self._replay = Replay(lambda whole, bucket: encoder(unpack(whole, bucket)), str(self._device), stays=True)
         # Graphs share their memory: one call at a time.
         self._turn = threading.Lock()
-        self._on_device: Any = torch.cuda.device(self._device) if is_gpu else nullcontext()
         self._said: set[str] = set()
         self._kind = self._checked()
 

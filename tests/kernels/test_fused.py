@@ -13,15 +13,15 @@ import transformers
 from safetensors.torch import load_file
 
 from encoders import DEVICE, FAMILIES, FEW_LAYERS, TOLERANCE, batch_of, model_of
-from hasten.backends import RunOptions, Source
-from hasten.backends.fused import BACKEND, FILE, FusedSession, read_about
+from hasten.backends import Artifact, RunOptions, Source
+from hasten.backends.fused import ABOUT, BACKEND, FILE, FusedSession, read_about
 from hasten.backends.torch import ModuleSession
 from hasten.builder.head import AtMasks, Exportable, OneChoice, Pooled, PoolingHead
-from hasten.core.errors import UnsupportedError
+from hasten.core.errors import StageError, UnsupportedError
 from hasten.core.hardware import Gpu, this_machine
 from hasten.core.tensors import BATCH, MASKS, SEQUENCE, Batch, DType, Signature, TensorSpec
 from hasten.core.variant import Precision, Variant
-from hasten.kernels.encoder import Encoder
+from hasten.kernels.encoder import Encoder, Geometry
 from hasten.kernels.packing import Bucket, round_up
 from hasten.tasks import Pooling
 
@@ -215,7 +215,7 @@ def test_what_it_does_not_know_is_refused_with_the_list(tmp_path: Path) -> None:
     assert "roberta" in (caught.value.hint or "")
 
 
-def test_it_says_which_gpu_it_needs() -> None:
+def test_it_says_which_gpu_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
     machine = this_machine()
@@ -223,7 +223,44 @@ def test_it_says_which_gpu_it_needs() -> None:
     old = replace(machine, gpus=(Gpu("Tesla T4", 2**34, "7.5", "580"),))
     assert BACKEND.probe(old).reason == "it needs compute capability 8.0, and Tesla T4 has 7.5"
     new = replace(machine, gpus=(Gpu("NVIDIA H200", 2**37, "9.0", "580"),))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "cannot use the GPU" in BACKEND.probe(new, VARIANT).reason
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert [variant.name for variant in BACKEND.variants(new)] == ["fused-fp16@cuda", "fused-fp16+gelu@cuda"]
     assert "'gelu' alone" in BACKEND.probe(new, Variant("fused", Precision.FP16, "cuda", ("smooth",))).reason
     assert "not on 'cpu'" in BACKEND.probe(new, Variant("fused", Precision.FP16)).reason
     assert "fp32" in BACKEND.probe(new, Variant("fused", Precision.FP32, "cuda")).reason
+
+
+def test_closed_it_says_so(tmp_path: Path) -> None:
+    module = Exportable(model_of("Bert", "ForSequenceClassification", layers=1), INPUTS, ["logits"])
+    _, ours = both(module, signature_of("logits"), tmp_path)
+    ours.close()
+    ours.close()
+    with pytest.raises(StageError, match="the session is closed"):
+        ours.run(batch_of(3))
+
+
+def test_a_text_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    module = Exportable(model_of("Bert", "ForSequenceClassification", layers=1), INPUTS, ["logits"])
+    _, ours = both(module, signature_of("logits"), tmp_path)
+    with pytest.raises(StageError, match="a row has 141 tokens, and the model takes 140"):
+        ours.run(batch_of(141))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"garbage", b"[]", b"3", b"\xff", b'{"geometry": {"layers": 1}}'])
+def test_a_broken_description_is_an_error_of_its_stage(content: bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / ABOUT).write_bytes(content)
+    with pytest.raises(StageError, match=r"cannot be loaded: fused\.json"):
+        read_about(Artifact(VARIANT, signature_of("logits"), tmp_path, {}))
+
+
+def test_kernels_for_few_tokens_fit_the_gpu() -> None:
+    """What an L4, an A100 and an H200 let a program hold."""
+    mini, base = Geometry(6, 384, 12, 1536, 1e-12, "gelu"), Geometry(12, 768, 12, 3072, 1e-5, "gelu")
+    found = {
+        limit: [Encoder(shape, {}, shared_bytes=limit).few_tokens for shape in (mini, base)]
+        for limit in (101_376, 166_912, 232_448)
+    }
+    assert found == {101_376: [16, 0], 166_912: [128, 32], 232_448: [128, 64]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -16,6 +17,9 @@ from hasten.kernels.products import Product, Products
 from hasten.kernels.tuning import FILE, Tuning, cached, find, sizes
 
 SHAPE = Product(144, 96, 32, has_bias=True)
+ALGORITHM = "0f" * 64
+# Of the right kind, but for an algorithm that is cut off.
+SHORT = msgspec.json.encode(Tuning("one GPU", 16, ((SHAPE, "0f"),)))
 
 
 @pytest.fixture
@@ -35,9 +39,9 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_a_bundle_brings_it_and_the_cache_keeps_it(encoder: Encoder, here: Any, tmp_path: Path) -> None:
     products: Any = None
     assert find(encoder, products, tmp_path) is None
-    Tuning("one GPU", 16, ((SHAPE, "00ff"),)).write(tmp_path / FILE)
+    Tuning("one GPU", 16, ((SHAPE, ALGORITHM),)).write(tmp_path / FILE)
     found = find(encoder, products, tmp_path)
-    assert found == Tuning("one GPU", 16, ((SHAPE, "00ff"),))
+    assert found == Tuning("one GPU", 16, ((SHAPE, ALGORITHM),))
     here["here"] = "another GPU"
     assert find(encoder, products, tmp_path) is None
     Tuning("another GPU", 32, ()).write(cached(encoder, products))
@@ -45,7 +49,7 @@ def test_a_bundle_brings_it_and_the_cache_keeps_it(encoder: Encoder, here: Any, 
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("content", [b"", b"[]", b"not JSON"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"not JSON", b"\xff\xfe", SHORT])
 def test_one_that_is_broken_is_none(encoder: Encoder, tmp_path: Path, content: bytes) -> None:
     products: Any = None
     (tmp_path / FILE).write_bytes(content)

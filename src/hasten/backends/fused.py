@@ -7,6 +7,7 @@ a bucket that was seen before is one launch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,9 @@ from hasten.backends import (
     Source,
     probe_packages,
 )
+from hasten.backends.torch import probe_torch_gpu
 from hasten.core.buckets import check_lengths
-from hasten.core.errors import StageError
+from hasten.core.errors import HastenError, StageError
 from hasten.core.hardware import Machine
 from hasten.core.tensors import MASKS, Batch, FloatArray, Layout, Outputs, SessionSpec, gather
 from hasten.core.variant import Precision, Support, Variant
@@ -39,7 +41,7 @@ CUDA = "cuda"
 FILE, ABOUT = "model.safetensors", "fused.json"
 _DTYPES = {Precision.FP16: "float16", Precision.BF16: "bfloat16"}
 # Tensor cores for bf16, and what the kernels are written for.
-_OLDEST = (8, 0)
+OLDEST = (8, 0)
 # Kernels that overlap.
 HOPPER = (9, 0)
 # GELU by tanh, which cuBLAS computes with the product in front of it.
@@ -69,7 +71,7 @@ class Fused:
         if not machine.gpus:
             return Support.no("there is no NVIDIA GPU here")
         capability = machine.gpus[0].capability
-        if tuple(map(int, capability.split("."))) < _OLDEST:
+        if tuple(map(int, capability.split("."))) < OLDEST:
             return Support.no(f"it needs compute capability 8.0, and {machine.gpus[0].name} has {capability}")
         support = probe_packages(self)
         if not support.ok or variant is None:
@@ -80,7 +82,7 @@ class Fused:
             return Support.no(f"it does not compute in {variant.precision}")
         if set(variant.ways) - {_GELU}:
             return Support.no(f"of the ways that variants are made in it knows '{_GELU}' alone")
-        return support
+        return probe_torch_gpu(machine)
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
         offered = [Variant(self.name, Precision.FP16, CUDA, ways) for ways in ((), (_GELU,))]
@@ -120,12 +122,21 @@ class Fused:
         from safetensors.torch import load_file
 
         about = read_about(artifact)
-        try:
+        with _translated(f"{artifact.variant} cannot be loaded"):
             weights = load_file(artifact.path(), device=CUDA)
-        except Exception as error:  # the binding raises its own unrelated classes
-            raise StageError(f"{artifact.variant} cannot be loaded: {error}") from error
-        is_dependent = torch.cuda.get_device_capability() >= HOPPER
-        return FusedSession(about, weights, artifact, device=CUDA, is_dependent=is_dependent)
+            is_dependent = torch.cuda.get_device_capability() >= HOPPER
+            return FusedSession(about, weights, artifact, device=CUDA, is_dependent=is_dependent)
+
+
+@contextmanager
+def _translated(failure: str) -> Iterator[None]:
+    """PyTorch, Triton and cuBLAS raise classes of their own, which have nothing in common."""
+    try:
+        yield
+    except HastenError:
+        raise
+    except Exception as error:
+        raise StageError(f"{failure}: {str(error).strip() or type(error).__name__}") from error
 
 
 def read_about(artifact: Artifact) -> About:
@@ -136,7 +147,7 @@ def read_about(artifact: Artifact) -> About:
         raw = msgspec.json.decode((artifact.directory / ABOUT).read_bytes())
         geometry = msgspec.convert(raw.pop("geometry"), Geometry)
         return About(geometry, tuple(raw["head"]), tuple(raw["pooling"]), raw["normalize"])
-    except (OSError, msgspec.MsgspecError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise StageError(f"{artifact.variant} cannot be loaded: {ABOUT}: {error}") from error
 
 
@@ -158,14 +169,22 @@ class FusedSession(OpenSession):
     ) -> None:
         import torch
 
+        from hasten.kernels.dependent import shared_bytes
         from hasten.kernels.encoder import Encoder
         from hasten.kernels.products import Products
         from hasten.kernels.replay import Replay
         from hasten.kernels.tuning import find
 
         self._about, self._weights, self.prunes = about, weights, prunes
-        self._products = Products(weights["words"].dtype) if device == CUDA else None
-        self._encoder = Encoder(about.geometry, weights, is_dependent=is_dependent, products=self._products)
+        is_gpu = device == CUDA
+        self._products = Products(weights["words"].dtype) if is_gpu else None
+        self._encoder = Encoder(
+            about.geometry,
+            weights,
+            is_dependent=is_dependent,
+            products=self._products,
+            shared_bytes=shared_bytes(torch.cuda.current_device()) if is_gpu else None,
+        )
         if self._products is not None:
             tuning = find(self._encoder, self._products, artifact.directory)
             if tuning is not None:
@@ -175,20 +194,24 @@ class FusedSession(OpenSession):
         names = {torch.float16: Precision.FP16, torch.bfloat16: Precision.BF16, torch.float32: Precision.FP32}
         precision = names[weights["words"].dtype].value
         self.spec = SessionSpec(artifact.signature, Layout.PACKED, artifact.variant.device, precision)
+        self._is_closed = False
         self._is_of_masks = MASKS in artifact.signature.outputs[0].shape
 
     def run(self, batch: Batch) -> Outputs:
         from hasten.kernels.packing import MOST_PICKED, MOST_TOKENS, parts
 
+        if self._is_closed:
+            raise StageError("the session is closed")
         signature = self.spec.signature
         check_lengths(batch, signature)
         masks = signature.counts(signature.outputs[0], batch) if self._is_of_masks else None
         is_few = batch.tokens <= MOST_TOKENS and (masks is None or int(masks.sum()) <= MOST_PICKED)
-        if is_few or len(batch) == 1:
-            bucket, fill = self._packing(batch)
-            return self._outputs(self.replay(bucket, fill), batch)
-        rows = parts(batch.lengths, masks)
-        return gather(list(zip(rows, self._in_turn(map(batch.take, rows)), strict=True)), batch, signature)
+        with _translated(f"a batch of {len(batch)} failed"):
+            if is_few or len(batch) == 1:
+                bucket, fill = self._packing(batch)
+                return self._outputs(self.replay(bucket, fill), batch)
+            rows = parts(batch.lengths, masks)
+            return gather(list(zip(rows, self._in_turn(map(batch.take, rows)), strict=True)), batch, signature)
 
     def tune(self, folder: Path | None = None) -> None:
         """For all sizes of batches; kept there, or in the cache."""
@@ -196,7 +219,8 @@ class FusedSession(OpenSession):
 
         assert self._products is not None
         file = cached(self._encoder, self._products) if folder is None else folder / FILE
-        tune(self._encoder, self._products).write(file)
+        with _translated("its products cannot be timed"):
+            tune(self._encoder, self._products).write(file)
 
     @property
     def most_tokens(self) -> int:
@@ -216,7 +240,15 @@ class FusedSession(OpenSession):
         return samples(tokens, rows, self.spec.signature)[:MOST_GRAPHS]
 
     def close(self) -> None:
+        """Its memory is the GPU's, of which the garbage collector knows nothing: nothing may be left to that."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.replay.clear()
+        if self._products is not None:
+            self._products.close()
+        self._weights = {}
+        del self.replay, self._encoder, self._products
 
     def _in_turn(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
         """While the device is at one, the host packs the next."""

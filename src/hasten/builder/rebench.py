@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from hasten.core.variant import CPU, CUDA
 from hasten.measure.bench import bench
 from hasten.measure.verify import GRAPH, reverify
 from hasten.tasks import TASKS
+
+logger = logging.getLogger("hasten")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,12 @@ def rebench(bundle: Bundle, shapes: Shapes, budget_s: float, threads: int | None
     for artifact in artifacts:
         backend = BACKENDS.get(artifact.variant.backend)
         if isinstance(backend, Tunes):
-            with step(progress, f"tune {artifact.variant}"):
-                backend.tune(artifact)
+            try:
+                with step(progress, f"tune {artifact.variant}"):
+                    backend.tune(artifact)
+            except (HastenError, OSError) as error:
+                # It can be timed without.
+                logger.warning("%s is timed as it is: %s", artifact.variant, error)
     limit = bundle.manifest.signature.max_length
     shapes = Shapes(shapes.batch, shapes.sequence.at_most(limit))
     with tempfile.TemporaryDirectory(prefix="hasten-") as work:

@@ -8,9 +8,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 
 from hasten.core.cgroup import cpu_quota, memory_left_bytes
@@ -182,7 +184,17 @@ def _gpus() -> tuple[Gpu, ...]:
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == 4 and fields[1].isdigit():
             gpus.append(Gpu(fields[0], int(fields[1]) * 2**20, fields[2], fields[3]))
-    return tuple(gpus)
+    return _visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _visible(gpus: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
+    """Those that CUDA will show: nvidia-smi lists all. Names that are no numbers are left to CUDA."""
+    places = [place.strip() for place in (wanted or "").split(",")]
+    if wanted is None or not all(place.lstrip("-").isdigit() or not place for place in places):
+        return tuple(gpus)
+    # At the first that is none, it stops.
+    found = takewhile(lambda place: place.isdigit() and int(place) < len(gpus), places)
+    return tuple(gpus[int(place)] for place in found)
 
 
 def _output(*command: str) -> str:

@@ -25,6 +25,11 @@ else:
     let_next_start = tl.extra.cuda.gdc_launch_dependents
 
 
+def shared_bytes(device: int) -> int:
+    """What a program may hold on this GPU."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
 def launching(is_dependent: bool) -> dict[str, Any]:
     """What a launch is given beside the kernel's own arguments."""
     return {"launch_pdl": True} if is_dependent and not IS_INTERPRETED else {}

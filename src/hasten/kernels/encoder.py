@@ -72,12 +72,16 @@ class _Steps:
     up: _Cut
     down: _Cut
 
-    def fits(self, shape: Geometry) -> bool:
-        """Whether a model's sides can be cut so."""
+    def fits(self, shape: Geometry, shared_bytes: int | None) -> bool:
+        """Whether a model's sides can be cut so, and what a program holds of them fits into a GPU's shared memory."""
         size = shape.width // shape.heads
         divides = 3 * shape.width % self.qkv.columns == shape.inner % self.up.columns == 0
         cuts = shape.width % self.down.columns == shape.inner % self.down.depth == 0
-        return divides and cuts and size & (size - 1) == 0 and size >= 16 and shape.width <= 1024
+        block = 1 << (shape.width - 1).bit_length()
+        held = [(block, self.qkv), (block, self.up), (self.down.depth, self.down)]
+        most = max(2 * depth * (cut.rows + cut.columns) for depth, cut in held)
+        is_small = shared_bytes is None or most <= shared_bytes
+        return divides and cuts and is_small and size & (size - 1) == 0 and size >= 16 and shape.width <= 1024
 
 
 # By the most tokens they are for; found by measuring on an H200, narrow with MiniLM-L6 and wide with RoBERTa-base.
@@ -95,7 +99,10 @@ _WIDE = {
 
 
 class Encoder:
-    """Its weights, on the device they compute on; `is_dependent` where kernels may overlap (Hopper and newer)."""
+    """Its weights, on the device they compute on; `is_dependent` where kernels may overlap (Hopper and newer).
+
+    `shared_bytes` is what a program may hold there.
+    """
 
     def __init__(
         self,
@@ -104,6 +111,7 @@ class Encoder:
         *,
         is_dependent: bool = False,
         products: Products | None = None,
+        shared_bytes: int | None = None,
     ) -> None:
         self.geometry = geometry
         self._weights = weights
@@ -111,9 +119,10 @@ class Encoder:
         self.products = products
         table = _NARROW if geometry.width < 512 else _WIDE
         is_able = "project.weight" not in weights
-        self._steps = {most: steps for most, steps in table.items() if is_able and steps.fits(geometry)}
-        # Up to how many tokens the kernels for few win.
-        self.few_tokens = max(self._steps, default=0)
+        fitting = {most: steps for most, steps in table.items() if is_able and steps.fits(geometry, shared_bytes)}
+        self._steps = fitting
+        # Up to how many tokens there are kernels for few, and up to how many they win.
+        self.most_few = self.few_tokens = max(self._steps, default=0)
 
     def __call__(self, batch: Packed) -> Any:
         return self.few(batch) if batch.ids.shape[0] <= self.few_tokens else self.many(batch)

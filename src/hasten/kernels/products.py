@@ -27,7 +27,7 @@ _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
 _TRANSPOSED = 1
 _MAX_WORKSPACE = 1
 _PLAIN, _BIAS, _GELU_BIAS = 1, 4, 36
-_ALGORITHM_BYTES = 64
+ALGORITHM_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Product:
 
 class _Proposal(ctypes.Structure):
     _fields_ = (
-        ("algorithm", c_uint64 * (_ALGORITHM_BYTES // 8)),
+        ("algorithm", c_uint64 * (ALGORITHM_BYTES // 8)),
         ("workspace", c_size_t),
         ("state", c_int),
         ("waves", c_float),
@@ -68,10 +68,13 @@ class Products:
         """x · weightᵀ + bias, and GELU of it; on PyTorch's current stream."""
         (rows, depth), columns = x.shape, weight.shape[0]
         what = Product(rows, columns, depth, bias is not None, has_gelu)
+        if x.dtype != self.dtype:
+            raise StageError(f"a product of {x.dtype} was asked of one who multiplies {self.dtype}")
         plan = self._plans.get(what)
         if plan is None:
-            plan = self._plans[what] = self._plan(what)
+            plan = self._plan(what)
             plan.algorithm = self._chosen.get(what) or self._proposals(plan)[0]
+            self._plans[what] = plan
         out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
         self._launch(plan, plan.algorithm, x, weight, bias, out)
         return out
@@ -87,12 +90,15 @@ class Products:
             preference, _PROPOSALS, results, byref(found),
         )  # fmt: skip
         self._call("cublasLtMatmulPreferenceDestroy", preference)
-        return [bytes(results[place].algorithm) for place in range(found.value) if results[place].state == 0]
+        proposals = [bytes(results[place].algorithm) for place in range(found.value) if results[place].state == 0]
+        if not proposals:
+            raise StageError("cuBLASLt proposes no algorithm")
+        return proposals
 
     def choose(self, algorithms: Mapping[Product, bytes]) -> None:
         """Of products that were timed; of others the library's first proposal is taken."""
         self._chosen = dict(algorithms)
-        self._plans.clear()
+        self._forget()
 
     def fastest(self, what: Product, seconds: Callable[[Callable[[], Any]], float]) -> bytes:
         """The proposal that takes the fewest `seconds`, on values like those of a model."""
@@ -103,7 +109,26 @@ class Products:
             algorithm: partial(self._launch, plan, algorithm, x, weight, bias, out)
             for algorithm in self._proposals(plan)
         }
-        return min(launches, key=lambda algorithm: seconds(launches[algorithm]))
+        fastest = min(launches, key=lambda algorithm: seconds(launches[algorithm]))
+        self._destroy(plan)
+        return fastest
+
+    def close(self) -> None:
+        """Give back what the library holds for it."""
+        self._forget()
+        if self._handle:
+            self._call("cublasLtDestroy", self._handle)
+            self._handle = c_void_p()
+
+    def _forget(self) -> None:
+        for plan in self._plans.values():
+            self._destroy(plan)
+        self._plans.clear()
+
+    def _destroy(self, plan: _Plan) -> None:
+        self._call("cublasLtMatmulDescDestroy", plan.about)
+        for layout in (plan.weight, plan.x, plan.out):
+            self._call("cublasLtMatrixLayoutDestroy", layout)
 
     def _draw(self, *shape: int) -> Any:
         return torch.randn(*shape, device=self._workspace.device).to(self.dtype)

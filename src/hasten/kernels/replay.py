@@ -19,7 +19,7 @@ Fill = Callable[[IntArray], None]
 # Each holds some of the driver's memory.
 MOST_GRAPHS = 256
 # Sessions of several threads record one at a time: what one allocates meanwhile would be an error in the other.
-_recording = threading.Lock()
+recording = threading.Lock()
 
 
 class Replay:
@@ -59,7 +59,7 @@ class Replay:
         if self.stream is None:
             whole = np.zeros(sum(bucket.sizes), np.int32)
             fill(whole)
-            with torch.inference_mode():
+            with torch.inference_mode(), torch.autocast("cpu", enabled=False):
                 return self._compute(torch.from_numpy(whole), bucket)
         stream = torch.cuda.current_stream(self._device)
         if stream != self._used_stream:
@@ -79,7 +79,7 @@ class Replay:
         """Those that were not used for long make room."""
         graph = self._graphs.pop(bucket, None)
         if graph is None:
-            with _recording, _garbage_kept():
+            with recording, garbage_kept():
                 graph = _Graph(self._compute, bucket, self.stream, self._pool, self._outbox)
             self._pool = graph.pool
         self._graphs[bucket] = graph
@@ -93,7 +93,7 @@ class Replay:
 
 
 @contextmanager
-def _garbage_kept() -> Iterator[None]:
+def garbage_kept() -> Iterator[None]:
     """A session that nobody closed is freed with its graphs, in the middle of a recording if need be, which ends it."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -125,7 +125,8 @@ class _Graph:
         self, compute: Callable[[Any, Bucket], Any], bucket: Bucket, stream: Any, pool: Any, outbox: _Outbox
     ) -> None:
         here = torch.zeros(sum(bucket.sizes), dtype=torch.int32, pin_memory=True)
-        with torch.inference_mode(), torch.cuda.stream(stream):
+        # What is recorded is for all calls, whatever this one's caller has casts set to.
+        with torch.inference_mode(), torch.autocast("cuda", enabled=False), torch.cuda.stream(stream):
             there = torch.zeros_like(here, device=stream.device)
             # Kernels are compiled and libraries make their workspaces, which no graph may hold.
             for _ in range(2):

@@ -7,6 +7,7 @@ there. Where neither does, the libraries' own choice is taken: nothing is measur
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,11 +23,14 @@ import triton
 from hasten.core.cache import cache_directory
 from hasten.core.errors import StageError
 from hasten.core.tensors import Batch
+from hasten.core.version import __version__
 from hasten.kernels.encoder import Encoder
 from hasten.kernels.packing import MOST_TOKENS, Bucket, pack, places_of, round_up, unpack
-from hasten.kernels.products import Product, Products, library_version
+from hasten.kernels.products import ALGORITHM_BYTES, Product, Products, library_version
+from hasten.kernels.replay import garbage_kept, recording
 
 FILE = "tuning.json"
+_ALGORITHM = re.compile(f"[0-9a-f]{{{2 * ALGORITHM_BYTES}}}")
 _LAUNCHES, _REPLAYS = 8, 5
 
 
@@ -58,7 +62,10 @@ def find(encoder: Encoder, products: Products, folder: Path) -> Tuning | None:
 
 def circumstances(products: Products) -> str:
     """What a finding holds for."""
-    libraries = f"cuBLASLt {library_version()}, PyTorch {torch.__version__}, Triton {triton.__version__}"
+    # Kernels of another version may be faster or slower.
+    libraries = (
+        f"hasten {__version__}, cuBLASLt {library_version()}, PyTorch {torch.__version__}, Triton {triton.__version__}"
+    )
     return f"{torch.cuda.get_device_name()}, {libraries}, {products.dtype}"
 
 
@@ -71,8 +78,11 @@ def tune(encoder: Encoder, products: Products, most_tokens: int = MOST_TOKENS) -
     """Some seconds of measuring."""
     with torch.inference_mode():
         shapes = [shape for tokens in sizes(most_tokens) for shape in encoder.shapes(tokens)]
-        found = tuple((shape, products.fastest(shape, seconds).hex()) for shape in shapes)
-        return Tuning(circumstances(products), _few_tokens(encoder), found)
+        found = {shape: products.fastest(shape, seconds) for shape in shapes}
+        # Against which few are few.
+        products.choose(found)
+        few = _few_tokens(encoder)
+    return Tuning(circumstances(products), few, tuple((shape, found[shape].hex()) for shape in found))
 
 
 def sizes(most_tokens: int) -> list[int]:
@@ -87,7 +97,7 @@ def seconds(launch: Callable[[], Any]) -> float:
         with torch.cuda.stream(stream):
             launch()
         stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
+        with recording, garbage_kept(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(_LAUNCHES):
                 launch()
     except StageError:
@@ -109,7 +119,7 @@ def _timed(graph: Any, stream: Any) -> Iterator[float]:
 def _few_tokens(encoder: Encoder) -> int:
     """The largest size up to which, one after the other, the kernels for few tokens win."""
     best = 0
-    for tokens in sizes(encoder.few_tokens):
+    for tokens in sizes(encoder.most_few):
         lone = Batch({"input_ids": np.zeros(tokens, np.int32)}, np.array([tokens], np.int32))
         bucket = Bucket.of(lone.lengths)
         packed = np.zeros(sum(bucket.sizes), np.int32)
@@ -124,6 +134,9 @@ def _few_tokens(encoder: Encoder) -> int:
 
 def _read(file: Path) -> Tuning | None:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Tuning)
-    except (OSError, msgspec.DecodeError):
+        tuning = msgspec.json.decode(file.read_bytes(), type=Tuning)
+    except (OSError, ValueError):  # msgspec's own errors are ValueErrors too
         return None
+    # The library reads as many bytes, whatever there are.
+    is_whole = all(_ALGORITHM.fullmatch(algorithm) for _, algorithm in tuning.products)
+    return tuning if is_whole else None
