@@ -155,6 +155,10 @@ def test_with_tensorrt(words: list[str], tmp_path: Path, capsys: pytest.CaptureF
     plan = (output / "model.plan").read_bytes()
     assert plan == (output / "transformer_tensorrt_model/1/model.plan").read_bytes()
     assert (output / "transformer_onnx_model/1/model.onnx").read_bytes() == (output / "model.onnx").read_bytes()
+    assert run([*words, "--backend", "tensorrt", "-o", str(tmp_path / "alone")]) == 0
+    engines = [match[1] for line in capsys.readouterr().out.splitlines() if (match := LINE.fullmatch(line))]
+    assert engines == ["Pytorch (FP32)", "TensorRT (FP16)"]
+    assert not (tmp_path / "alone" / "transformer_onnx_model").exists()
     assert run([*words, "--backend", "tensorrt", "-q", "-o", str(tmp_path / "int8")]) == 3
     assert "hasten makes no int8 graphs for TensorRT" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hasten.cli.convert_model import parser, run
+from hasten.cli.convert_model import _order, parser, run
 from hasten.core.errors import PlanError
 from hasten.deploy.convert import Latencies, Measures, max_error, place_graph
 from hasten.graph import write_graph
@@ -105,6 +105,22 @@ def test_refusals(
     assert told in first
     assert all(line.startswith("  hint: ") for line in rest)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("words", "backends"),
+    [
+        ("", ("onnxruntime",)),
+        ("--backend tensorrt", ("tensorrt",)),
+        ("--backend onnx tensorrt", ("tensorrt", "onnxruntime")),
+        ("--backend tensorrt pytorch -d cuda", ("tensorrt",)),
+        ("--backend onnx -d cuda", ("onnxruntime",)),
+    ],
+)
+def test_what_is_asked_for_is_what_is_deployed(words: str, backends: tuple[str, ...]) -> None:
+    order = _order(parser().parse_args([*MODEL, *words.split()]))
+    assert order.backends == backends
+    assert {name.partition("-")[0] for name in order.plan.variants} == set(backends)
 
 
 def test_what_lies_at_the_output_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

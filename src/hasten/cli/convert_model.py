@@ -179,14 +179,15 @@ def _order(args: argparse.Namespace) -> Order:
     batch = Range.of("--batch-size", tuple(args.batch_size))
     sequence = Range.of("--seq-len", tuple(args.seq_len))
     tensorrt = _TENSORRT if "tensorrt" in args.backend else ()
-    onnx = _ON_GPU if args.device == "cuda" else (*_FP32, *(_INT8 if args.quantization else ()))
+    on_device = _ON_GPU if args.device == "cuda" else (*_FP32, *(_INT8 if args.quantization else ()))
+    onnx = on_device if "onnx" in args.backend else ()
     plan = Plan(
         model=args.model,
         task=_TASKS.get(args.task, args.task),
         pooling=args.pooling,
         file_name=args.file_name,
         shapes=Shapes(batch, sequence),
-        variants=(*tensorrt, *(onnx if "onnx" in args.backend else ())),
+        variants=(*tensorrt, *onnx),
         device=args.device,
         data=args.data,
         gate=Gate(min_agreement=args.min_agreement),
