@@ -533,3 +533,29 @@ def test_who_was_sent_its_answer_while_all_are_closed_is_closed_too(site: Site) 
             site.asked[0].reply(Response.text("the answer"))
             site.connections.is_draining = site.connections.is_drained = True
         assert statuses(all_of(raw)) == [200]
+
+
+def test_while_all_are_closed_every_request_that_is_run_is_answered(site: Site) -> None:
+    with site.connect() as raw:
+        raw.sendall(get("/held"))
+        until(lambda: len(site.asked) == 1)
+
+        async def answer_and_read_on() -> None:
+            (connection,) = site.connections.open
+            site.connections.drain()
+            site.asked[0].reply(Response.text("the answer"))
+            connection.data_received(get("/second"))  # before the loop has come to the answer
+
+        site.call(answer_and_read_on())
+        received = all_of(raw)
+    assert [exchange.path for exchange in site.asked] == ["/held", "/second"]
+    first, last = received.split(b"HTTP/1.1 200")[1:]
+    assert (b"connection: close" in first, b"connection: close" in last) == (False, True)
+
+
+def test_nothing_is_run_behind_a_last_answer(site: Site) -> None:
+    with site.connect() as raw:
+        raw.sendall(get("/first", "connection: keep-alive", version="1.0") * 2)
+        assert statuses(all_of(raw)) == [200]
+    until(lambda: not site.connections.open)
+    assert len(site.asked) == 1

@@ -236,7 +236,6 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._is_deaf:
             return
-        self._owner.settle()
         self._stop_waiting()
         self._is_within = False
         path, query = target(self._url)
@@ -251,7 +250,9 @@ class Connection(asyncio.Protocol):
         is_kept = is_kept and not self._parser.should_upgrade()
         self._waiting.append((exchange, is_kept))
         self._ahead_bytes += len(body)
-        if self._current is None:
+        # Not sooner: the answer before this one would be the last, and close.
+        self._owner.settle()
+        if self._current is None and not self._transport.is_closing():
             self._next()
         self._regulate()
 
