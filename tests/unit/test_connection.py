@@ -559,3 +559,18 @@ def test_nothing_is_run_behind_a_last_answer(site: Site) -> None:
         assert statuses(all_of(raw)) == [200]
     until(lambda: not site.connections.open)
     assert len(site.asked) == 1
+
+
+def test_who_is_refused_while_all_are_closed_can_read_why(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten.server.connection._LINGER_S", 60.0)
+    with site.connect() as waiting, site.connect() as refused:
+        waiting.sendall(get("/held") + b"\x00nonsense\r\n\r\n")
+        refused.sendall(b"\x00nonsense\r\n\r\n")
+        assert statuses(all_of(refused)) == [400]
+        until(lambda: len(site.asked) == 1)
+        site.drain()
+        site.asked[0].reply(Response.text("the answer"))
+        assert statuses(all_of(waiting)) == [200, 400]
+        site.call(asyncio.sleep(0.05))
+        assert len(site.connections.open) == 2  # not closed, which would reset what they still send
+    until(lambda: not site.connections.open)

@@ -259,7 +259,8 @@ class Connection(asyncio.Protocol):
     # The way back
 
     def close_if_idle(self) -> None:
-        if self._current is None and not self._waiting and not self._is_within:
+        # Who is refused has a while to read why.
+        if self._current is None and not self._waiting and not self._is_within and not self._is_deaf:
             self._leave()
 
     def abort(self) -> None:
