@@ -68,6 +68,7 @@ def test_every_short_form_and_arity() -> None:
         ("--backend pytorch", 2, "nothing else would be deployed"),
         ("--backend tensorrt onnx -d cpu", 2, "TensorRT runs on GPUs, and --device is cpu"),
         ("--backend tensorrt onnx", 3, "the backend tensorrt does not run here"),
+        ("--backend tensorrt --runtime python", 3, "--runtime python does not run TensorRT"),
         ("-d cuda", 3, "the backend onnx does not run on 'cuda' here"),
         ("-d cuda -q", 2, "int8 is for processors here, and --device is cuda"),
         ("--task text-generation", 3, "text generation is not there yet"),

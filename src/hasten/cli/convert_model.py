@@ -157,6 +157,8 @@ def _refuse_tensorrt(args: argparse.Namespace) -> None:
     from hasten.core.hardware import this_machine
     from hasten.core.variant import Variant
 
+    if args.runtime == "python":
+        raise UnsupportedError("--runtime python does not run TensorRT", hint="leave --runtime or tensorrt out")
     support = BACKENDS.get("tensorrt").probe(this_machine(), Variant.parse(_TENSORRT[0]))
     if not support.ok:
         hint = support.hint or "--backend onnx"
