@@ -216,6 +216,8 @@ def _order(args: argparse.Namespace) -> Order:
 
 
 def _print(converted: Converted, args: argparse.Namespace) -> None:
+    from rich.markup import escape
+
     from hasten.cli import console
 
     # Not through the console, which would wrap them: programs read these lines.
@@ -228,7 +230,8 @@ def _print(converted: Converted, args: argparse.Namespace) -> None:
     console.out.print("\nunlike transformer-deploy:")
     for note in converted.notes:
         console.out.print(f"  {note}", highlight=False, markup=False, soft_wrap=True)
-    console.out.print(f"\n[bold]{converted.variant}[/] is in [bold]{args.output}[/]", highlight=False)
+    output = escape(str(args.output))
+    console.out.print(f"\n[bold]{converted.variant}[/] is in [bold]{output}[/]", highlight=False)
     console.out.print(f"  {', '.join(converted.models)}", highlight=False)
     console.out.print(f"  tritonserver --model-repository {converted.path}", highlight=False, markup=False)
 
