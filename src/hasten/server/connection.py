@@ -283,7 +283,8 @@ class Connection(asyncio.Protocol):
         """From any thread, which sends it where others may follow; the loop does the rest."""
         exchange, owner = self._current, self._owner
         announce = partial(owner.answered.append, (self, response))
-        if exchange is not None and self._is_kept and not self._is_deaf and not owner.is_draining:
+        is_followed = self._is_kept and not self._is_deaf and not owner.is_draining
+        if exchange is not None and is_followed and self._outlet.is_plain:
             self._outlet.send(_written(response, exchange), announce)
         else:
             announce()
