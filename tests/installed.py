@@ -24,12 +24,15 @@ def folder(config: pytest.Config, name: str) -> Path:
 def python(environment: Path, *installs: str, has_ours: bool = False) -> Path:
     """Its Python, once pip has installed that; `has_ours` lets it see this one's packages, where it has none itself.
 
-    Where pip cannot, tests are skipped. An environment that somebody else made is taken as it is.
+    Where pip cannot, tests are skipped. An environment that somebody else made is taken as it is, and a folder that is
+    none is left alone: only what was begun here, and interrupted, is ever deleted.
     """
-    found, begun = environment / "bin" / "python", environment / "begun"
-    if begun.exists():  # and interrupted
+    found, begun = environment / "bin" / "python", environment / "hasten-tests-begun"
+    if begun.exists():
         shutil.rmtree(environment)
     if not found.exists():
+        if environment.is_dir() and any(environment.iterdir()):
+            pytest.skip(f"{environment} is not empty and no virtual environment")
         environment.mkdir(parents=True, exist_ok=True)
         begun.touch()
         _do([sys.executable, "-m", "venv", environment])

@@ -207,9 +207,11 @@ def test_build_as_json(
 def test_dry_run_writes_nothing(
     tiny_classifier: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = tmp_path / "bundle"
+    target = tmp_path / "bundle[v2]"
     assert main(["build", str(tiny_classifier("bert")), "-o", str(target), "--dry-run"]) == 0
-    assert "onnxruntime-fp32" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "onnxruntime-fp32" in told
+    assert f"write{target}" in "".join(told.split())  # wherever lines were wrapped
     assert list(tmp_path.iterdir()) == []
 
 

@@ -59,7 +59,7 @@ def test_from_weights_to_repository(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "another")
-    output = tmp_path / "triton_models"
+    output = tmp_path / "triton_models[v2]"
     others = ["-d", "cpu", "--nb-instances", "2", "--seed", "7", "-w", "100", "--load-external-data"]
     assert run([*words, "-o", str(output), "-n", "tiny", *others, "--auth-token", "secret"]) == 0
     assert os.environ["HF_TOKEN"] == "secret"
@@ -74,6 +74,7 @@ def test_from_weights_to_repository(
     ]
     assert lines[4] == "Each inference engine output is within 0.3 tolerance compared to Pytorch output"
     assert {"verified:", "truncation:", "labels:"} <= {line.split()[0] for line in lines if line.startswith("  ")}
+    assert f"isin{output}" in "".join("".join(lines).split())  # wherever lines were wrapped
     made = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
     assert {"model-original.onnx", "model.onnx", "tiny_onnx_model/1/model.onnx"} <= made
     assert {f"tiny_onnx_{step}/config.pbtxt" for step in ("model", "tokenize", "inference")} <= made
@@ -155,6 +156,10 @@ def test_with_tensorrt(words: list[str], tmp_path: Path, capsys: pytest.CaptureF
     plan = (output / "model.plan").read_bytes()
     assert plan == (output / "transformer_tensorrt_model/1/model.plan").read_bytes()
     assert (output / "transformer_onnx_model/1/model.onnx").read_bytes() == (output / "model.onnx").read_bytes()
+    assert run([*words, "--backend", "tensorrt", "-o", str(tmp_path / "alone")]) == 0
+    engines = [match[1] for line in capsys.readouterr().out.splitlines() if (match := LINE.fullmatch(line))]
+    assert engines == ["Pytorch (FP32)", "TensorRT (FP16)"]
+    assert not (tmp_path / "alone" / "transformer_onnx_model").exists()
     assert run([*words, "--backend", "tensorrt", "-q", "-o", str(tmp_path / "int8")]) == 3
     assert "hasten makes no int8 graphs for TensorRT" in capsys.readouterr().err
 

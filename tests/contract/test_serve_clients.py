@@ -364,12 +364,16 @@ def test_tei_errors(server: Server, path: str, body: Any, status: int, kind: str
         lines = server.ask("GET", "/metrics")[2].decode().splitlines()
         return [line for line in lines if line.startswith("hasten_compute_seconds_count")]
 
-    before = computed()
-    found, _, content = server.ask("POST", path, body)
-    wrong = json.loads(content)
-    assert (found, set(wrong), wrong["error_type"]) == (status, {"error", "error_type"}, kind), content
-    assert what in wrong["error"]
-    assert computed() == before  # refused before anything was
+    def computes_nothing() -> bool:
+        before = computed()
+        found, _, content = server.ask("POST", path, body)
+        wrong = json.loads(content)
+        assert (found, set(wrong), wrong["error_type"]) == (status, {"error", "error_type"}, kind), content
+        assert what in wrong["error"]
+        return computed() == before
+
+    # A batch is counted when its answers are sent: one of a test before may still be, once.
+    assert any(computes_nothing() for _ in range(3))
 
 
 def test_tei_counts_what_goes_wrong_in_its_own_way() -> None:

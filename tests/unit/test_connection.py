@@ -533,3 +533,44 @@ def test_who_was_sent_its_answer_while_all_are_closed_is_closed_too(site: Site) 
             site.asked[0].reply(Response.text("the answer"))
             site.connections.is_draining = site.connections.is_drained = True
         assert statuses(all_of(raw)) == [200]
+
+
+def test_while_all_are_closed_every_request_that_is_run_is_answered(site: Site) -> None:
+    with site.connect() as raw:
+        raw.sendall(get("/held"))
+        until(lambda: len(site.asked) == 1)
+
+        async def answer_and_read_on() -> None:
+            (connection,) = site.connections.open
+            site.connections.drain()
+            site.asked[0].reply(Response.text("the answer"))
+            connection.data_received(get("/second"))  # before the loop has come to the answer
+
+        site.call(answer_and_read_on())
+        received = all_of(raw)
+    assert [exchange.path for exchange in site.asked] == ["/held", "/second"]
+    first, last = received.split(b"HTTP/1.1 200")[1:]
+    assert (b"connection: close" in first, b"connection: close" in last) == (False, True)
+
+
+def test_nothing_is_run_behind_a_last_answer(site: Site) -> None:
+    with site.connect() as raw:
+        raw.sendall(get("/first", "connection: keep-alive", version="1.0") * 2)
+        assert statuses(all_of(raw)) == [200]
+    until(lambda: not site.connections.open)
+    assert len(site.asked) == 1
+
+
+def test_who_is_refused_while_all_are_closed_can_read_why(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten.server.connection._LINGER_S", 60.0)
+    with site.connect() as waiting, site.connect() as refused:
+        waiting.sendall(get("/held") + b"\x00nonsense\r\n\r\n")
+        refused.sendall(b"\x00nonsense\r\n\r\n")
+        assert statuses(all_of(refused)) == [400]
+        until(lambda: len(site.asked) == 1)
+        site.drain()
+        site.asked[0].reply(Response.text("the answer"))
+        assert statuses(all_of(waiting)) == [200, 400]
+        site.call(asyncio.sleep(0.05))
+        assert len(site.connections.open) == 2  # not closed, which would reset what they still send
+    until(lambda: not site.connections.open)

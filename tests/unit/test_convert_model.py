@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hasten.cli.convert_model import parser, run
+from hasten.cli.convert_model import _order, parser, run
 from hasten.core.errors import PlanError
 from hasten.deploy.convert import Latencies, Measures, max_error, place_graph
 from hasten.graph import write_graph
@@ -68,6 +68,7 @@ def test_every_short_form_and_arity() -> None:
         ("--backend pytorch", 2, "nothing else would be deployed"),
         ("--backend tensorrt onnx -d cpu", 2, "TensorRT runs on GPUs, and --device is cpu"),
         ("--backend tensorrt onnx", 3, "the backend tensorrt does not run here"),
+        ("--backend tensorrt --runtime python", 3, "--runtime python does not run TensorRT"),
         ("-d cuda", 3, "the backend onnx does not run on 'cuda' here"),
         ("-d cuda -q", 2, "int8 is for processors here, and --device is cuda"),
         ("--task text-generation", 3, "text generation is not there yet"),
@@ -105,6 +106,22 @@ def test_refusals(
     assert told in first
     assert all(line.startswith("  hint: ") for line in rest)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("words", "backends"),
+    [
+        ("", ("onnxruntime",)),
+        ("--backend tensorrt", ("tensorrt",)),
+        ("--backend onnx tensorrt", ("tensorrt", "onnxruntime")),
+        ("--backend tensorrt pytorch -d cuda", ("tensorrt",)),
+        ("--backend onnx -d cuda", ("onnxruntime",)),
+    ],
+)
+def test_what_is_asked_for_is_what_is_deployed(words: str, backends: tuple[str, ...]) -> None:
+    order = _order(parser().parse_args([*MODEL, *words.split()]))
+    assert order.backends == backends
+    assert {name.partition("-")[0] for name in order.plan.variants} == set(backends)
 
 
 def test_what_lies_at_the_output_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

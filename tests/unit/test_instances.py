@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from hasten.backends import BACKENDS, Artifact, PaddedSession, RunOptions, uniform_batch
+from hasten.core.errors import StageError
 from hasten.core.hardware import Gpu, this_machine
 from hasten.core.tensors import (
     BATCH,
@@ -53,20 +54,32 @@ class Session(PaddedSession):
         self.is_closed = True
 
 
+class Sized(Session):
+    most_tokens = 1000
+
+    def rounded(self, tokens: int) -> int:
+        return -(-tokens // 16) * 16
+
+    def samples(self, tokens: int, rows: int) -> list[Batch]:
+        return []
+
+
 class Backend:
-    """Takes as long as it is told for a number of threads, however many run beside it."""
+    """Takes as long as it is told for a number of threads, however many run beside it, up to so many."""
 
     name = "timed"
 
-    def __init__(self, seconds: Callable[[int], float]) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: Callable[[int], float], kind: type[Session], most: int) -> None:
+        self._seconds, self._kind, self._most = seconds, kind, most
         self.opened: list[Session] = []
 
     def probe(self, *_: object) -> Support:
         return Support.yes()
 
     def open(self, artifact: Artifact, options: RunOptions) -> Session:
-        self.opened.append(Session(self._seconds(options.thread_count)))
+        if sum(not session.is_closed for session in self.opened) == self._most:
+            raise StageError("there is no memory left")
+        self.opened.append(self._kind(self._seconds(options.thread_count)))
         return self.opened[-1]
 
 
@@ -75,9 +88,9 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(instances, "_MEASURE_S", 0.05)
 
-    def make(seconds: Callable[[int], float], cores: int = 4) -> Backend:
+    def make(seconds: Callable[[int], float], cores: int = 4, kind: type[Session] = Session, most: int = 8) -> Backend:
         monkeypatch.setattr(instances, "usable_cores", lambda: cores)
-        backend: Any = Backend(seconds)
+        backend: Any = Backend(seconds, kind, most)
         BACKENDS.add("timed", backend)
         made: Backend = backend
         return made
@@ -110,6 +123,15 @@ def test_it_stops_where_more_answer_less(timed: Callable[..., Backend], artifact
     backend = timed(lambda threads: 0.005 if threads == 8 else 0.05, cores=8)
     assert choose_instances(artifact, "digest", SHAPE) == 1
     assert len(backend.opened) == 1 + 2
+
+
+def test_as_many_as_can_be_opened(timed: Callable[..., Backend], artifact: Artifact) -> None:
+    backend = timed(lambda _: 0.005, most=3)
+    assert choose_instances(artifact, "digest", SHAPE) == 2
+    assert all(session.is_closed for session in backend.opened)
+    timed(lambda _: 0.005, most=0)
+    with pytest.raises(StageError, match="no memory left"):
+        choose_instances(artifact, "of another bundle", SHAPE)
 
 
 def test_it_is_measured_once(timed: Callable[..., Backend], artifact: Artifact, tmp_path: Path) -> None:
@@ -189,32 +211,32 @@ def test_those_that_share_the_cores_run_at_once() -> None:
     assert order == ["narrow twice", "wide"]
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(lambda _: 0.005, 2), (lambda threads: 0.2 / threads**2, 1)])
+@pytest.mark.parametrize(
+    ("seconds", "kind", "expected", "opened"),
+    [
+        (lambda _: 0.005, Sized, 2, 1 + 2),
+        (lambda threads: 0.2 / threads**2, Sized, 1, 1 + 2),
+        (lambda _: 0.005, Session, 1, 1),
+    ],
+)
 def test_one_or_two_on_a_gpu(
     timed: Callable[..., Backend],
     artifact: Artifact,
     monkeypatch: pytest.MonkeyPatch,
     seconds: Callable[[int], float],
+    kind: type[Session],
     expected: int,
+    opened: int,
 ) -> None:
     gpu = Gpu("one", 2**30, "9.0", "1")
     monkeypatch.setattr(instances, "this_machine", lambda: replace(this_machine(), gpus=(gpu,)))
-    backend = timed(seconds, cores=8)
+    backend = timed(seconds, cores=8, kind=kind)
     on_gpu = replace(artifact, variant=Variant.parse("timed-fp32@cuda"))
     assert choose_instances(on_gpu, "digest", SHAPE) == expected
-    assert len(backend.opened) == 1 + 2
+    assert len(backend.opened) == opened
 
 
 def test_a_batch_on_a_gpu_is_as_large_as_the_sizes_that_are_made_ready() -> None:
-    class Sized(Session):
-        most_tokens = 1000
-
-        def rounded(self, tokens: int) -> int:
-            return -(-tokens // 16) * 16
-
-        def samples(self, tokens: int, rows: int) -> list[Batch]:
-            return []
-
     limits = _limits(Sized(0.0), 1, ModelSettings())
     assert limits.tokens_per_batch == 1008
     assert limits.rounded is not None

@@ -90,14 +90,14 @@ def main(args: argparse.Namespace) -> int:
         if args.json:
             console.print_json({"plan": plan, "outline": about})
         else:
-            console.out.print(f"model   {about.model} ({about.task})")
+            console.out.print(f"model   {escape(about.model)} ({about.task})")
             console.out.print(f"try     {', '.join(about.contenders)}")
             if about.further:
                 console.out.print(f"then    {', '.join(about.further)}, as far as {args.budget} go")
             console.out.print(f"against {about.baseline} on the {'CPU' if about.device == 'cpu' else 'GPU'}")
             for candidate in about.unavailable:
                 console.out.print(f"        [dim]not {candidate.variant}: {escape(candidate.reason)}[/]")
-            console.out.print(f"write   {about.target}", highlight=False)
+            console.out.print(f"write   {escape(str(about.target))}", highlight=False)
             for note in about.notes:
                 console.out.print(f"[yellow]{escape(note)}[/]", highlight=False)
         return 0
@@ -107,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     console.print_report(bundle.report)
     where = args.output or bundle.path
-    console.out.print(f"\n[bold]{bundle.chosen.name}[/] is in [bold]{where}[/]", highlight=False)
+    console.out.print(f"\n[bold]{bundle.chosen.name}[/] is in [bold]{escape(str(where))}[/]", highlight=False)
     console.out.print(f"  hasten run {where} {_example(bundle)}", highlight=False, markup=False)
     return 0
 

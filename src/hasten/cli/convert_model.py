@@ -157,6 +157,8 @@ def _refuse_tensorrt(args: argparse.Namespace) -> None:
     from hasten.core.hardware import this_machine
     from hasten.core.variant import Variant
 
+    if args.runtime == "python":
+        raise UnsupportedError("--runtime python does not run TensorRT", hint="leave --runtime or tensorrt out")
     support = BACKENDS.get("tensorrt").probe(this_machine(), Variant.parse(_TENSORRT[0]))
     if not support.ok:
         hint = support.hint or "--backend onnx"
@@ -179,14 +181,15 @@ def _order(args: argparse.Namespace) -> Order:
     batch = Range.of("--batch-size", tuple(args.batch_size))
     sequence = Range.of("--seq-len", tuple(args.seq_len))
     tensorrt = _TENSORRT if "tensorrt" in args.backend else ()
-    onnx = _ON_GPU if args.device == "cuda" else (*_FP32, *(_INT8 if args.quantization else ()))
+    on_device = _ON_GPU if args.device == "cuda" else (*_FP32, *(_INT8 if args.quantization else ()))
+    onnx = on_device if "onnx" in args.backend else ()
     plan = Plan(
         model=args.model,
         task=_TASKS.get(args.task, args.task),
         pooling=args.pooling,
         file_name=args.file_name,
         shapes=Shapes(batch, sequence),
-        variants=(*tensorrt, *(onnx if "onnx" in args.backend else ())),
+        variants=(*tensorrt, *onnx),
         device=args.device,
         data=args.data,
         gate=Gate(min_agreement=args.min_agreement),
@@ -213,6 +216,8 @@ def _order(args: argparse.Namespace) -> Order:
 
 
 def _print(converted: Converted, args: argparse.Namespace) -> None:
+    from rich.markup import escape
+
     from hasten.cli import console
 
     # Not through the console, which would wrap them: programs read these lines.
@@ -225,7 +230,8 @@ def _print(converted: Converted, args: argparse.Namespace) -> None:
     console.out.print("\nunlike transformer-deploy:")
     for note in converted.notes:
         console.out.print(f"  {note}", highlight=False, markup=False, soft_wrap=True)
-    console.out.print(f"\n[bold]{converted.variant}[/] is in [bold]{args.output}[/]", highlight=False)
+    output = escape(str(args.output))
+    console.out.print(f"\n[bold]{converted.variant}[/] is in [bold]{output}[/]", highlight=False)
     console.out.print(f"  {', '.join(converted.models)}", highlight=False)
     console.out.print(f"  tritonserver --model-repository {converted.path}", highlight=False, markup=False)
 

@@ -236,7 +236,6 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._is_deaf:
             return
-        self._owner.settle()
         self._stop_waiting()
         self._is_within = False
         path, query = target(self._url)
@@ -251,14 +250,17 @@ class Connection(asyncio.Protocol):
         is_kept = is_kept and not self._parser.should_upgrade()
         self._waiting.append((exchange, is_kept))
         self._ahead_bytes += len(body)
-        if self._current is None:
+        # Not sooner: the answer before this one would be the last, and close.
+        self._owner.settle()
+        if self._current is None and not self._transport.is_closing():
             self._next()
         self._regulate()
 
     # The way back
 
     def close_if_idle(self) -> None:
-        if self._current is None and not self._waiting and not self._is_within:
+        # Who is refused has a while to read why.
+        if self._current is None and not self._waiting and not self._is_within and not self._is_deaf:
             self._leave()
 
     def abort(self) -> None:
@@ -281,7 +283,8 @@ class Connection(asyncio.Protocol):
         """From any thread, which sends it where others may follow; the loop does the rest."""
         exchange, owner = self._current, self._owner
         announce = partial(owner.answered.append, (self, response))
-        if exchange is not None and self._is_kept and not self._is_deaf and not owner.is_draining:
+        is_followed = self._is_kept and not self._is_deaf and not owner.is_draining
+        if exchange is not None and is_followed and self._outlet.is_plain:
             self._outlet.send(_written(response, exchange), announce)
         else:
             announce()

@@ -2,7 +2,8 @@
 
 One session with all cores answers a lone request soonest; several with a few cores each often answer more a second,
 since not all of a model's work divides among threads. On a GPU a second one has a stream of its own: what one prepares
-and copies, the other computes meanwhile.
+and copies, the other computes meanwhile. That is for sessions that have sizes: ONNX Runtime's record CUDA graphs in a
+mode in which nothing else may use the GPU, and disturb each other.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from pathlib import Path
 
 import msgspec
 
-from hasten.backends import Artifact, RunOptions, Session, uniform_batch
+from hasten.backends import Artifact, HasSizes, RunOptions, Session, uniform_batch
 from hasten.core.cache import cache_directory
+from hasten.core.errors import HastenError
 from hasten.core.hardware import library_versions, this_machine, usable_cores
-from hasten.core.tensors import Shape
+from hasten.core.tensors import Batch, Shape
 from hasten.core.variant import CPU
 from hasten.predictor import open_session
 
@@ -69,18 +71,28 @@ def _counts(cores: int, model_bytes: int, memory_bytes: int) -> Sequence[int]:
 
 
 def _measure(artifact: Artifact, counts: Sequence[int], cores: int, shape: Shape) -> dict[int, float]:
-    """Until more of them answer less."""
+    """Until more of them answer less, fail, or are not to be."""
+    batch = uniform_batch(shape, artifact.signature)
     rates: dict[int, float] = {}
     for count in counts:
-        rates[count] = _rate(artifact, count, cores // count, shape)
-        if rates[count] < max(rates.values()):
+        try:
+            with ExitStack() as opened:
+                options = RunOptions(cores // count)
+                sessions = [opened.enter_context(open_session(artifact, options)) for _ in range(count)]
+                rates[count] = _rate(sessions, batch)
+                may_be_more = artifact.variant.device == CPU or isinstance(sessions[0], HasSizes)
+        except HastenError as error:
+            if not rates:
+                raise
+            logger.warning("%d sessions of %s do not run beside each other: %s", count, artifact.variant, error)
+            break
+        if rates[count] < max(rates.values()) or not may_be_more:
             break
     return rates
 
 
-def _rate(artifact: Artifact, instances: int, threads: int, shape: Shape) -> float:
-    """Rows a second of so many sessions at once."""
-    batch = uniform_batch(shape, artifact.signature)
+def _rate(sessions: Sequence[Session], batch: Batch) -> float:
+    """Rows a second of all of them at once."""
 
     def run(session: Session) -> int:
         runs = 0
@@ -89,13 +101,12 @@ def _rate(artifact: Artifact, instances: int, threads: int, shape: Shape) -> flo
             runs += 1
         return runs
 
-    with ExitStack() as opened, ThreadPoolExecutor(instances) as pool:
-        sessions = [opened.enter_context(open_session(artifact, RunOptions(threads))) for _ in range(instances)]
+    with ThreadPoolExecutor(len(sessions)) as pool:
         for session in sessions:
             session.run(batch)
         begin = time.monotonic()
         runs = sum(pool.map(run, sessions))
-        return runs * shape.batch / (time.monotonic() - begin)
+        return runs * len(batch) / (time.monotonic() - begin)
 
 
 def _key(artifact: Artifact, bundle: str, shape: Shape) -> str:

@@ -22,12 +22,16 @@ class Outlet:
     def __init__(self, transport: Any) -> None:
         self._transport = transport
         self._lock = threading.Lock()
-        # Of a TLS connection only the transport knows what goes through it.
         is_plain = transport.get_extra_info("ssl_object") is None
         self._file: int | None = transport.get_extra_info("socket").fileno() if is_plain else None
         # Whether a thread has sent an answer that the loop has not settled yet, and what did not fit of it.
         self._has_sent = False
         self._rest = b""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether threads can send at all; of a TLS connection only the transport knows what goes through it."""
+        return self._file is not None
 
     def send(self, data: bytes, announce: Callable[[], None]) -> None:
         """From any thread, without waiting: all, some or nothing of it, and not before it is announced."""
