@@ -29,9 +29,9 @@ def fleet_pods(busy: int) -> int:
 
 
 def page(results: Path, note: str, machine: Callable[[dict[str, Any]], str]) -> str:
-    throughput, endurance = (
+    throughput, endurance, engines = (
         json.loads((results / f"serving_{name}.json").read_text(encoding="utf-8"))
-        for name in ("throughput", "endurance")
+        for name in ("throughput", "endurance", "fleet")
     )
     contenders = throughput["contenders"]
     rates = {name: [one["per_second"] for one in row["rounds"]] for name, row in contenders.items()}
@@ -116,6 +116,18 @@ def page(results: Path, note: str, machine: Callable[[dict[str, Any]], str]) -> 
         "|---|---|---|---|",
         *(_contender(name, median(found), cores) for name, found in sorted(rates.items(), key=_slowest_last)),
         "",
+        "## On the engines of fleets",
+        "",
+        "The same bundle behind what `hasten serve`, `hasten serve --on ray` and `hasten deploy tritonserver` make of "
+        f"it, in a run of its own: one process, or so many replicas, on {engines['machine']['cores']} cores, "
+        f"{engines['clients']} clients; the long texts are {engines['long_texts']}, so that rates differ from those "
+        f"above. *Added* is what a lone request of {engines['tokens']} tokens takes longer than the same work in "
+        "process.",
+        "",
+        "| | added | answers/s | memory | fleet |",
+        "|---|---|---|---|---|",
+        *(_engine(name, row["rounds"], engines["latency"][name]) for name, row in engines["load"].items()),
+        "",
         "## With your own numbers",
         "",
         "Start one pod, or `hasten serve` on the cores a pod will have, and let `hasten stress` find out from another "
@@ -139,7 +151,8 @@ def page(results: Path, note: str, machine: Callable[[dict[str, Any]], str]) -> 
         "needs pods that are there already.",
         "",
         f"Machine: {machine(throughput)}. Result files: [throughput](../benchmarks/results/serving_throughput.json), "
-        "[endurance](../benchmarks/results/serving_endurance.json), repeated by `benchmarks/serving`.",
+        "[endurance](../benchmarks/results/serving_endurance.json), "
+        "[engines](../benchmarks/results/serving_fleet.json), repeated by `benchmarks/serving`.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -153,6 +166,12 @@ def _level(level: float, rate: float, cores: int) -> str:
 def _contender(name: str, rate: float, cores: int) -> str:
     fleet = fleet_pods(busy_pods(rate))
     return f"| {name} | {rate:.0f} | {fleet:,} | {fleet * cores:,} |"
+
+
+def _engine(name: str, rounds: list[dict[str, Any]], alone: dict[str, Any]) -> str:
+    rate, memory = (median(one[key] for one in rounds) for key in ("per_second", "memory_bytes"))
+    fleet = fleet_pods(busy_pods(rate))
+    return f"| {name} | {alone['added_ms']['value']:.1f} ms | {rate:.0f} | {memory / 1e6:.0f} MB | {fleet:,} |"
 
 
 def _slowest_last(contender: tuple[str, list[float]]) -> float:
