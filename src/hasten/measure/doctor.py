@@ -151,8 +151,9 @@ def _loaded(registry: Registry[Any], contract: type) -> tuple[list[Any], list[Pr
 def _look_at(providers: Mapping[str | None, str | None], backend: Backend) -> BackendHealth:
     from hasten.backends import probe_packages
 
-    support = probe_packages(backend)
-    if not support.ok:
+    if not probe_packages(backend).ok:
+        # What it says itself may come before that: who has no GPU need not install anything for it.
+        support = backend.probe(this_machine())
         return BackendHealth(backend.name, Health.ABSENT, support.reason, support.hint)
     found = check_backend(backend.name)
     if found.error:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # For people who work on hasten itself.
 _OWN_EXTRAS = {"demo", "dev"}
+# A file, not a folder, and none that its list of files would tell from an example beside it.
+_MODULES = {"nvidia-ml-py": "pynvml"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def _look_up(
 ) -> Package:
     from packaging.version import InvalidVersion
 
-    module = name.replace("-", "_")
+    module = _MODULES.get(name, name.replace("-", "_"))
     try:
         provider = distribution(name)
     except PackageNotFoundError:
