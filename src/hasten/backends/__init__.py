@@ -21,11 +21,13 @@ from hasten.core.execution import Execution, Trial
 from hasten.core.hardware import Machine, usable_cores
 from hasten.core.plan import Shapes
 from hasten.core.registry import Registry
-from hasten.core.tensors import Batch, Outputs, SessionSpec, Shape, Signature, gather, tiled
+from hasten.core.tensors import Batch, FloatArray, IntArray, Outputs, SessionSpec, Shape, Signature, gather, tiled
 from hasten.core.variant import CUDA, Support, Variant
 
-# The graph every encoder has. Generation adds others under names of its own.
+# The graph every encoder has; models that write have a decoder, and some an encoder that reads for it.
 MODEL = "model"
+ENCODER = "encoder"
+DECODER = "decoder"
 
 
 class Dialect(StrEnum):
@@ -187,6 +189,46 @@ class Tunes(Protocol):
     def tune(self, artifact: Artifact) -> None:
         """Measure on this machine, unless that was done, and keep what was found in the cache."""
         ...
+
+
+class Decoder(Protocol):
+    """A loaded variant that writes: a session with a slot for each row in progress, which holds what was read so far.
+
+    Not thread-safe: one thread owns it. Rows come and go between steps, each as long as it is.
+    """
+
+    @property
+    def slots(self) -> int:
+        """Rows that it can hold at once."""
+        ...
+
+    def begin(self, slot: int, ids: IntArray) -> FloatArray:
+        """Read a prompt into an empty slot: the logits (vocabulary,) of the token after it.
+
+        Where an encoder reads the prompt, what an answer begins with is read too.
+        """
+        ...
+
+    def step(self, slots: Sequence[int], ids: IntArray) -> FloatArray:
+        """One more token in each of these slots: the logits (rows, vocabulary) of the ones after them."""
+        ...
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Each target becomes what its source was before any was copied: beams that go on from another's."""
+        ...
+
+    def end(self, slot: int) -> None:
+        """The slot is empty again."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Decodes(Protocol):
+    """What a backend may offer beside the contract, where it runs models that write."""
+
+    def open_decoder(self, artifact: Artifact, options: RunOptions, slots: int) -> Decoder: ...
 
 
 BACKENDS: Registry[Backend] = Registry("backend", "hasten.backends", "BACKEND")

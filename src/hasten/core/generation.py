@@ -1,0 +1,53 @@
+"""What writing a text takes: what a model brings to it, and what a request may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Finish(StrEnum):
+    """Why a text ends: OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen, and when the text ends."""
+
+    max_tokens: int = 128
+    # Zero takes the likeliest token, always.
+    temperature: float = 0.0
+    # Only among so many of the likeliest; zero for all.
+    top_k: int = 0
+    # Only among the likeliest that together have this share of the probability.
+    top_p: float = 1.0
+    # Only among those that have this share of the likeliest one's probability.
+    min_p: float = 0.0
+    # Above one, tokens that were there before become less likely.
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    # Texts that end it; none of them is part of the answer.
+    stop: tuple[str, ...] = ()
+    beams: int = 1
+    length_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSpec:
+    """What one model that writes brings; stored in the manifest."""
+
+    # Tokens that a slot can hold: prompt and answer together, or the answer alone where an encoder reads the prompt.
+    context: int
+    vocabulary: int
+    end_ids: tuple[int, ...]
+    # What an answer begins with, where an encoder reads the prompt.
+    start_ids: tuple[int, ...] = ()
+    # Jinja, as transformers has it; empty where the model knows no chat.
+    chat_template: str = ""
+    # The names a chat template may use: bos_token, eos_token and the like.
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    # What the model's own generation_config asks for.
+    defaults: Sampling = field(default_factory=Sampling)
