@@ -29,8 +29,9 @@ onnx: Any = pytest.importorskip("onnx")
 
 FLOAT, FLOAT16, BFLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
 KINDS = {Precision.FP16: FLOAT16, Precision.BF16: BFLOAT16}
-# The norm of the error over the norm of the output, of random models; a lost mask would be 0.6.
-TOLERANCES = {Precision.FP16: 2e-2, Precision.BF16: 1e-1}
+# The norm of the error over the norm of the output, of random models; a lost mask would be 0.6. A processor that
+# computes in fp16 sums in it too, as no GPU does: 0.024 on a Neoverse-N1; where values are widened first it is less.
+TOLERANCES = {Precision.FP16: 4e-2 if this_machine().has("fp16") else 2e-2, Precision.BF16: 1e-1}
 STANDIN = Path(__file__).parents[1] / "tensorrt_standin"
 ENGINE = Variant.parse("tensorrt-fp16@cuda")
 Plain = Callable[[str], tuple[Path, Signature]]

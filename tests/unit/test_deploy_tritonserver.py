@@ -194,7 +194,9 @@ def test_what_is_shipped_is_whole(tmp_path: Path, module: str, brings: str) -> N
     ship([f"hasten.{module}"], tmp_path)
     loaded = modules_after(tmp_path, f"hasten.{module}")
     assert loaded.isdisjoint({"torch", "transformers", "onnx", "hasten.bundle", "hasten.server"})
-    assert brings in (tmp_path / "hasten" / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+    path = tmp_path.joinpath("hasten", *module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    assert brings in file.read_text(encoding="utf-8")
 
 
 def test_answers_are_compared() -> None:

@@ -20,10 +20,11 @@ ort = pytest.importorskip("onnxruntime")
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
+from hasten.backends import BACKENDS, Artifact, RunOptions  # noqa: E402
 from hasten.backends.onnxruntime import stored_precision  # noqa: E402
 from hasten.core.errors import InputError, PlanError, StageError, UnsupportedError  # noqa: E402
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Signature, TensorSpec, pad  # noqa: E402
-from hasten.core.variant import Precision  # noqa: E402
+from hasten.core.variant import Precision, Variant  # noqa: E402
 from hasten.graph import operators  # noqa: E402
 from hasten.quantize.calibration import Calibration  # noqa: E402
 from hasten.quantize.make import make_graph  # noqa: E402
@@ -112,13 +113,12 @@ def made(method: Method, graph: Path, calibration: Calibration = CALIBRATION, **
 
 
 def answers(file: Path) -> np.ndarray:
-    feeds = pad(CALIBRATION.rows.take(np.array([2])), SIGNATURE)
+    batch = CALIBRATION.rows.take(np.array([2]))
     if file.suffix == ".xml":
-        import openvino
-
-        settings = {"INFERENCE_PRECISION_HINT": "f32"}
-        return openvino.Core().compile_model(file, "CPU", settings)(feeds)[0]
-    return ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, feeds)[0]
+        artifact = Artifact(Variant.parse("openvino-int8"), SIGNATURE, file.parent, {"model": file.name})
+        with BACKENDS.get("openvino").open(artifact, RunOptions(1)) as session:
+            return session.run(batch)["logits"]
+    return ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, pad(batch, SIGNATURE))[0]
 
 
 def find(file: Path, name: str) -> Any:

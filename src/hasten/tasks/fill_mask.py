@@ -250,8 +250,10 @@ def _filled(
 def _best(scores: FloatArray, count: int) -> IntArray:
     """The places of the highest, best first; of equals the first."""
     count = min(count, len(scores))
-    best = np.sort(np.argpartition(-scores, count - 1)[:count])
-    return best[np.argsort(-scores[best], kind="stable")]
+    least = np.partition(scores, -count)[-count]
+    # Which of equals `argpartition` would take differs from processor to processor.
+    best = np.union1d(np.flatnonzero(scores > least), np.flatnonzero(scores == least)[:count])
+    return best[np.argsort(-scores[best], kind="stable")][:count]
 
 
 def _gold(row: Row, spec: TaskSpec, place: int) -> tuple[str, ...]:

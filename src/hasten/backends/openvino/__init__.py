@@ -19,9 +19,10 @@ from hasten.backends import (
     Source,
     probe_packages,
 )
+from hasten.backends.openvino.arm import repaired
 from hasten.core.errors import StageError
 from hasten.core.execution import Execution, Step, Trial, origin
-from hasten.core.hardware import Machine
+from hasten.core.hardware import Machine, this_machine
 from hasten.core.probe_graph import INPUT, WIDTH, probe_graph
 from hasten.core.tensors import Batch, Layout, Outputs, SessionSpec, pad, unpad
 from hasten.core.variant import CPU, Precision, Support, Variant
@@ -214,6 +215,8 @@ def _compile(model: Any, precision: Precision, threads: int) -> Any:
         "INFERENCE_PRECISION_HINT": _HINTS.get(precision, _IN_BETWEEN),
         "INFERENCE_NUM_THREADS": threads,
     }
+    if this_machine().has("neon"):
+        model = repaired(_core().read_model(model) if isinstance(model, Path) else model)
     return _core().compile_model(model, "CPU", settings)
 
 
