@@ -26,7 +26,7 @@ from hasten.core.tensors import pad, unpad
 from hasten.deploy.tritonserver import Options, Repository, Runtime, write_models, write_repository
 from hasten.deploy.tritonserver.check import are_alike, check
 from hasten.deploy.tritonserver.client import Client
-from hasten.deploy.tritonserver.program import Program, TritonServer
+from hasten.deploy.tritonserver.program import Program, TritonServer, _backends, _library
 
 pytest.importorskip("httptools", reason="--check puts load with hasten[serve]")
 
@@ -392,11 +392,25 @@ def test_the_examples_run(deployed: Deployed, name: str, tmp_path: Path) -> None
         assert are_alike(found, values, TOLERANCE)
 
 
+def own_binary(program: Program, place: Path) -> Path:
+    """As somebody has one who installed it: it finds its backends and their packages by itself."""
+    assert program.environment is not None
+    variables = f'PATH="{program.environment}/bin:$PATH" LD_LIBRARY_PATH={_library()}'
+    binary = place / "tritonserver"
+    binary.write_text(
+        f'#!/bin/sh\nexport {variables}\nexec {program.binary} --backend-directory={_backends(program, place)} "$@"\n'
+    )
+    binary.chmod(0o755)
+    return binary
+
+
+@pytest.mark.parametrize("is_own", [False, True], ids=["PyPI's", "one's own"])
 def test_check(
-    bundles: dict[str, Bundle], program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bundles: dict[str, Bundle], program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str], is_own: bool
 ) -> None:
+    given = own_binary(program, tmp_path) if is_own else program.environment
     words = ["deploy", "tritonserver", str(bundles["text-classification"].path), "-o", str(tmp_path / "models")]
-    code = main([*words, "--runtime", "python", "--threads", "1", "--check", str(program.environment), "--json", "-q"])
+    code = main([*words, "--runtime", "python", "--threads", "1", "--check", str(given), "--json", "-q"])
     told = json.loads(capsys.readouterr().out)["check"]
     assert code == 0, told
     assert told["not_ready"] == {}
