@@ -110,7 +110,9 @@ def study(name: str, about: Study, folder: Path, args: argparse.Namespace) -> di
     took = time.perf_counter() - begin
     console.print_report(bundle.report)
     peers = {artifact.variant.name: artifact for artifact in by_hand(bundle, model, calibration, folder, args)}
-    answers = judge(bundle, peers, read_rows(data, None, bundle.manifest.task), model)
+    failed: dict[str, str] = {}
+    answers = judge(bundle, peers, read_rows(data, None, bundle.manifest.task), model, failed)
+    peers = {name: artifact for name, artifact in peers.items() if name not in failed}
     # Ours were judged by the build, on rows it did not calibrate on.
     verdicts = {candidate.variant: candidate.verdict for candidate in bundle.report.candidates}
     answers |= {entry.name: verdicts[entry.name] for entry in bundle.manifest.variants}
@@ -136,6 +138,7 @@ def study(name: str, about: Study, folder: Path, args: argparse.Namespace) -> di
         "stages": bundle.report.stages,
         "candidates": bundle.report.candidates,
         "answers": answers,
+        "failed": failed,
         "size_bytes": {name: artifact.size_bytes for name, artifact in contenders.items()},
         "runs": args.runs,
         "speed": speed,
@@ -211,8 +214,10 @@ def token_rows(bundle: Bundle, rows: Any, first: int | None = None) -> Calibrati
     return Calibration(encoded.batch, bundle.manifest.signature)
 
 
-def judge(bundle: Bundle, contenders: dict[str, Artifact], rows: Any, model: str) -> dict[str, Any]:
-    """Against PyTorch, at several batch sizes: the worst is what is told."""
+def judge(
+    bundle: Bundle, contenders: dict[str, Artifact], rows: Any, model: str, failed: dict[str, str]
+) -> dict[str, Any]:
+    """Against PyTorch, at several batch sizes: the worst is what is told. Who does not even load is left out."""
     from hasten.backends.torch import ModuleSession
 
     spec, tokenizer = bundle.manifest.task, bundle.tokenizer()
@@ -224,7 +229,12 @@ def judge(bundle: Bundle, contenders: dict[str, Artifact], rows: Any, model: str
     expected: Expectation = expect(original, rows, progress)
     answers = {}
     for name, contender in contenders.items():
-        with BACKENDS.get(contender.variant.backend).open(contender, RunOptions()) as session:
+        try:
+            session = BACKENDS.get(contender.variant.backend).open(contender, RunOptions())
+        except RuntimeError as error:  # OpenVINO's
+            failed[name] = [line for line in str(error).splitlines() if line.strip()][-1]
+            continue
+        with session:
             predictor = Predictor(spec, tokenizer, session)
             # PyTorch's activations have a scale for a batch too.
             path = contender.path()

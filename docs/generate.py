@@ -177,7 +177,6 @@ _PEERS = {
 
 def precision() -> str:
     """Method × model: what was gained, and what it cost."""
-    results = json.loads((RESULTS / "precision.json").read_text(encoding="utf-8"))
     lines = [
         NOTE,
         "# What lower precision gains and costs",
@@ -185,9 +184,11 @@ def precision() -> str:
         "Speed over plain ONNX Runtime in fp32 (median of alternating rounds, with its interval), the metric and the "
         "flips at the worst of the batch sizes judged. `★` is what one `hasten build` chose, ✗ what its gate refused.",
     ]
-    for name, title in _MODELS.items():
-        if name in results:
-            lines += _precision_table(title, results[name])
+    for file in ("precision.json", "precision_arm64.json"):
+        results = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+        for name, title in _MODELS.items():
+            if name in results:
+                lines += _precision_table(f"{title}, {results[name]['machine']['architecture']}", results[name])
     return "\n".join(lines) + "\n"
 
 
@@ -201,6 +202,8 @@ def _precision_table(title: str, results: dict[str, Any]) -> list[str]:
         mark = " ★" if name == results["chosen"] else ""
         cells = [*speeds, *_precision_cells(verdict), f"{results['size_bytes'][name] / 1e6:.0f} MB"]
         lines.append(f"| {_PEERS.get(name, f'`{name}`')}{mark} | {' | '.join(cells)} |")
+    for name, reason in results.get("failed", {}).items():
+        lines.append(f"| {_PEERS.get(name, f'`{name}`')} {'| ' * len(shapes)}| does not load: {reason} | | | |")
     for candidate in results["candidates"]:
         if candidate["status"] == "inaccurate":
             cells = [*["" for _ in shapes], *_precision_cells(candidate["verdict"]), ""]
