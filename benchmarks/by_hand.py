@@ -82,7 +82,8 @@ class PlainTorch:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is deprecated: it is what people use
-            module = torch.ao.quantization.quantize_dynamic(load_module(artifact), {torch.nn.Linear}, dtype=torch.qint8)
+            stored = load_module(replace(artifact, variant=Variant("torch", Precision.FP32)))
+            module = torch.ao.quantization.quantize_dynamic(stored, {torch.nn.Linear}, dtype=torch.qint8)
         return ModuleSession(module, artifact, options)
 
 

@@ -217,7 +217,7 @@ def token_rows(bundle: Bundle, rows: Any, first: int | None = None) -> Calibrati
 def judge(
     bundle: Bundle, contenders: dict[str, Artifact], rows: Any, model: str, failed: dict[str, str]
 ) -> dict[str, Any]:
-    """Against PyTorch, at several batch sizes: the worst is what is told. Who does not even load is left out."""
+    """Against PyTorch, at several batch sizes: the worst is what is told. Who does not run here is left out."""
     from hasten.backends.torch import ModuleSession
 
     spec, tokenizer = bundle.manifest.task, bundle.tokenizer()
@@ -229,18 +229,16 @@ def judge(
     expected: Expectation = expect(original, rows, progress)
     answers = {}
     for name, contender in contenders.items():
+        # PyTorch's activations have a scale for a batch too.
+        path = contender.path()
+        is_mixed = path.suffix == ".pt" or (path.suffix == ".onnx" and depends_on_batch(path))
+        sizes = BATCHES if is_mixed else ()
         try:
-            session = BACKENDS.get(contender.variant.backend).open(contender, RunOptions())
-        except RuntimeError as error:  # OpenVINO's
+            with BACKENDS.get(contender.variant.backend).open(contender, RunOptions()) as session:
+                predictor = Predictor(spec, tokenizer, session)
+                answers[name] = verify(predictor, name, expected, Gate(), progress, batch_sizes=sizes)
+        except RuntimeError as error:  # OpenVINO's, PyTorch's
             failed[name] = [line for line in str(error).splitlines() if line.strip()][-1]
-            continue
-        with session:
-            predictor = Predictor(spec, tokenizer, session)
-            # PyTorch's activations have a scale for a batch too.
-            path = contender.path()
-            is_mixed = path.suffix == ".pt" or (path.suffix == ".onnx" and depends_on_batch(path))
-            sizes = BATCHES if is_mixed else ()
-            answers[name] = verify(predictor, name, expected, Gate(), progress, batch_sizes=sizes)
     return answers
 
 

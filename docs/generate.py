@@ -203,7 +203,7 @@ def _precision_table(title: str, results: dict[str, Any]) -> list[str]:
         cells = [*speeds, *_precision_cells(verdict), f"{results['size_bytes'][name] / 1e6:.0f} MB"]
         lines.append(f"| {_PEERS.get(name, f'`{name}`')}{mark} | {' | '.join(cells)} |")
     for name, reason in results.get("failed", {}).items():
-        lines.append(f"| {_PEERS.get(name, f'`{name}`')} {'| ' * len(shapes)}| does not load: {reason} | | | |")
+        lines.append(f"| {_PEERS.get(name, f'`{name}`')} {'| ' * len(shapes)}| does not run here: {reason} | | | |")
     for candidate in results["candidates"]:
         if candidate["status"] == "inaccurate":
             cells = [*["" for _ in shapes], *_precision_cells(candidate["verdict"]), ""]
