@@ -24,7 +24,7 @@ from hasten.core.errors import (
 )
 from hasten.core.version import __version__
 from hasten.server.app import App, once_more
-from hasten.server.connection import HttpLimits
+from hasten.server.connections import HttpLimits
 from hasten.server.grpc_calls import Call, Line, code_of, parameters_of, response_to, status_of_call, tensors_of
 from hasten.server.grpc_guard import OPEN_CALLS, Guard
 from hasten.server.inference import (

@@ -22,7 +22,7 @@ from hasten.core.errors import PlanError, UnavailableError, missing_package
 from hasten.core.hardware import usable_cores
 from hasten.server import logs
 from hasten.server.app import App, State
-from hasten.server.connection import Connections, HttpLimits
+from hasten.server.connections import Connections, HttpLimits
 from hasten.server.fairness import Turns
 from hasten.server.keys import Keys
 from hasten.server.metrics import Metrics
