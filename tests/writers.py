@@ -1,0 +1,170 @@
+"""Tiny models that write, and the plainest decoder there is: PyTorch reads every row again for every token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+import tiny
+from hasten.core.generation import GenerationSpec
+from hasten.core.tokenizer import Tokenizer, TokenizerSpec
+
+CONTEXT = 64
+BOS, EOS, PAD = "<s>", "</s>", "<pad>"
+SPECIAL = (BOS, PAD, EOS, "<unk>")
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """As GPT-2's: spaces belong to the words after them, any byte can be written."""
+    made = tiny.byte_pairs(SPECIAL)
+    backend = tokenizers.Tokenizer(models.BPE(made["vocab"], made["merges"]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL))
+    return backend
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    """As Llama 2's: the first word's space is not written, what the vocabulary lacks comes as bytes."""
+    letters = "▁abcdefghijklmnopqrstuvwxyzTISP.,?!"
+    words = ("▁the", "▁cat", "▁dog", "▁and", "▁sat", "ing", "▁on", "▁rain", "ed")
+    pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    merges = []
+    for word in words:
+        for end in range(2, len(word) + 1):
+            if word[:end] not in pieces:
+                pieces.append(word[:end])
+                merges.append((word[: end - 1], word[end - 1]))
+    vocab = {piece: place for place, piece in enumerate(pieces)}
+    model = models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, vocab[BOS])])
+    backend.add_special_tokens(list(SPECIAL))
+    return backend
+
+
+def metaspace() -> tokenizers.Tokenizer:
+    """As T5's: a Unigram model that ends every text it reads."""
+    pieces = tiny.unigrams(SPECIAL)["vocab"]
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, SPECIAL.index("<unk>")))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"$A {EOS}", special_tokens=[(EOS, SPECIAL.index(EOS))]
+    )
+    backend.add_special_tokens(list(SPECIAL))
+    return backend
+
+
+TOKENIZERS = {"byte level": byte_level, "byte fallback": byte_fallback, "metaspace": metaspace}
+
+
+def ours(backend: tokenizers.Tokenizer, *, tidies_spaces: bool = False) -> Tokenizer:
+    copy = tokenizers.Tokenizer.from_str(backend.to_str())
+    return Tokenizer(copy, TokenizerSpec(("input_ids",), CONTEXT, tidies_spaces=tidies_spaces))
+
+
+def theirs(backend: tokenizers.Tokenizer, **about: Any) -> Any:
+    import transformers
+
+    names = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "unk_token": "<unk>"}
+    copy = tokenizers.Tokenizer.from_str(backend.to_str())
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=copy, **names, **about)
+
+
+def vocabulary_of(backend: tokenizers.Tokenizer) -> int:
+    return len(json.loads(backend.to_str())["model"]["vocab"])
+
+
+def model(kind: str, vocabulary: int, **about: Any) -> Any:
+    """A module of transformers with random weights, wide ones: it does not write the same token again and again."""
+    import torch
+    import transformers
+
+    ends = {"bos_token_id": SPECIAL.index(BOS), "eos_token_id": SPECIAL.index(EOS), "pad_token_id": SPECIAL.index(PAD)}
+    sizes: dict[str, Any] = {
+        "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT, "initializer_range": 0.4},
+        "llama": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"intermediate_size": 64, "max_position_embeddings": CONTEXT, "initializer_range": 0.4},
+        "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+        | {"initializer_factor": 20.0, "decoder_start_token_id": SPECIAL.index(PAD), "tie_word_embeddings": False},
+    }
+    config, head = {
+        "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration),
+    }[kind]
+    torch.manual_seed(7)
+    made = head(config(vocab_size=vocabulary, **ends, **sizes[kind], **about)).eval()
+    made.generation_config.max_length = None
+    return made
+
+
+def spec_of(module: Any, **about: Any) -> GenerationSpec:
+    config = module.config
+    starts = (config.decoder_start_token_id,) if config.is_encoder_decoder else ()
+    named = {"bos_token": BOS, "eos_token": EOS}
+    return GenerationSpec(CONTEXT, config.vocab_size, (config.eos_token_id,), starts, special_tokens=named, **about)
+
+
+class PlainDecoder:
+    """Fulfils `Decoder`, and complains of whoever does not keep to it."""
+
+    def __init__(self, module: Any, slots: int = 8) -> None:
+        self.module = module
+        self.slots = slots
+        self.rows: dict[int, list[int]] = {}
+        self.prompts: dict[int, list[int]] = {}
+        # What was done, in order: how rows came, were stepped together, and left.
+        self.log: list[tuple[str, tuple[int, ...]]] = []
+
+    def begin(self, slot: int, ids: Any) -> Any:
+        assert 0 <= slot < self.slots, slot
+        assert slot not in self.rows, f"slot {slot} is not empty"
+        self.log.append(("begin", (slot,)))
+        prompt = [int(token) for token in ids]
+        config = self.module.config
+        self.prompts[slot] = prompt
+        self.rows[slot] = [config.decoder_start_token_id] if config.is_encoder_decoder else prompt
+        return self._logits(slot)
+
+    def step(self, slots: Sequence[int], ids: Any) -> Any:
+        assert len(set(slots)) == len(slots) == len(ids)
+        self.log.append(("step", tuple(slots)))
+        for slot, token in zip(slots, ids, strict=True):
+            self.rows[slot] = [*self.rows[slot], int(token)]
+        return np.stack([self._logits(slot) for slot in slots])
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        assert not set(sources) & set(targets) or len(set(targets)) == len(targets)
+        self.log.append(("copy", tuple(targets)))
+        before, prompts = dict(self.rows), dict(self.prompts)
+        for source, target in zip(sources, targets, strict=True):
+            self.rows[target], self.prompts[target] = before[source], prompts[source]
+
+    def end(self, slot: int) -> None:
+        self.log.append(("end", (slot,)))
+        del self.rows[slot], self.prompts[slot]
+
+    def close(self) -> None:
+        self.rows.clear()
+
+    def _logits(self, slot: int) -> Any:
+        import torch
+
+        row = torch.tensor([self.rows[slot]])
+        with torch.inference_mode():
+            if self.module.config.is_encoder_decoder:
+                made = self.module(input_ids=torch.tensor([self.prompts[slot]]), decoder_input_ids=row)
+            else:
+                made = self.module(input_ids=row)
+        return made.logits[0, -1].numpy().copy()
