@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ import torch
 
 from hasten.builder.export import IR_VERSION, silent_stdout
 from hasten.builder.load import first_line, quiet_libraries
+from hasten.builder.straighten import straighten
 from hasten.core.errors import StageError, UnsupportedError
+from hasten.graph import write_graph
 
 _NAME = "hasten"
 # Contrib operators are the same in all; from here on norms over a last axis are one operator.
@@ -279,11 +280,9 @@ def export_module(
             raise StageError(f"it does not export to ONNX: {first_line(error)}") from error
         finally:
             module.eval()
-    graph = onnx.load(parts / file.name)
+    graph = straighten(onnx.load(parts / file.name))
     graph.ir_version = IR_VERSION
-    onnx.save_model(
-        graph, file, save_as_external_data=True, location=f"{file.name}.data", all_tensors_to_one_file=True
-    )
+    write_graph(graph, file, external_data=True)
     for part in parts.iterdir():
         part.unlink()
     parts.rmdir()
