@@ -135,14 +135,21 @@ class PlainDecoder:
         config = self.module.config
         self.prompts[slot] = prompt
         self.rows[slot] = [config.decoder_start_token_id] if config.is_encoder_decoder else prompt
-        return self._logits(slot)
+        return self._logits([slot])[0]
 
     def step(self, slots: Sequence[int], ids: Any) -> Any:
         assert len(set(slots)) == len(slots) == len(ids)
         self.log.append(("step", tuple(slots)))
         for slot, token in zip(slots, ids, strict=True):
             self.rows[slot] = [*self.rows[slot], int(token)]
-        return np.stack([self._logits(slot) for slot in slots])
+        # Rows of one length at once, so that nothing is padded.
+        alike: dict[tuple[int, int], list[int]] = {}
+        for place, slot in enumerate(slots):
+            alike.setdefault((len(self.rows[slot]), len(self.prompts[slot])), []).append(place)
+        logits = np.empty((len(slots), self.module.config.vocab_size), np.float32)
+        for places in alike.values():
+            logits[places] = self._logits([slots[place] for place in places])
+        return logits
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         assert not set(sources) & set(targets) or len(set(targets)) == len(targets)
@@ -158,13 +165,13 @@ class PlainDecoder:
     def close(self) -> None:
         self.rows.clear()
 
-    def _logits(self, slot: int) -> Any:
+    def _logits(self, slots: Sequence[int]) -> Any:
         import torch
 
-        row = torch.tensor([self.rows[slot]])
+        rows, prompts = [torch.tensor([given[slot] for slot in slots]) for given in (self.rows, self.prompts)]
         with torch.inference_mode():
             if self.module.config.is_encoder_decoder:
-                made = self.module(input_ids=torch.tensor([self.prompts[slot]]), decoder_input_ids=row)
+                made = self.module(input_ids=prompts, decoder_input_ids=rows)
             else:
-                made = self.module(input_ids=row)
-        return made.logits[0, -1].numpy().copy()
+                made = self.module(input_ids=rows)
+        return made.logits[:, -1].numpy().copy()

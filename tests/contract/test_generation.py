@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 import writers
-from hasten.core.errors import InputError
-from hasten.core.generation import Finish, Sampling
+from hasten.core.generation import Sampling
 from hasten.generation.generator import Generator
-from hasten.generation.rows import Piece
 from hasten.generation.writing import Writer
 
 KINDS = {"gpt2": writers.byte_level, "llama": writers.byte_fallback, "t5": writers.metaspace}
@@ -61,7 +59,7 @@ class Case:
 
     def write(self, prompts: Any, sampling: Sampling, slots: int = 8) -> list[list[int]]:
         writer = Writer(self.decoder(slots), self.spec, self.tokenizer)
-        rows = [writer.row(self.ids(prompt), sampling, lambda piece: None) for prompt in prompts]
+        rows = [writer.row(self.ids(prompt), sampling, lambda _: None) for prompt in prompts]
         for row in rows:
             writer.add(row)
         while not writer.is_idle:

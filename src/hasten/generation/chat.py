@@ -41,15 +41,16 @@ def render(spec: GenerationSpec, messages: Sequence[object], variables: Mapping[
         raise InputError("the chat has no messages", hint='[{"role": "user", "content": "…"}]')
     continued = is_continued(chat)
     if continued:
-        chat[-1]["content"] += _HERE
+        chat[-1]["content"] += f"{_HERE} "
     names = {**spec.special_tokens, "tools": None, "documents": None, **(variables or {})}
     text = _rendered(spec.chat_template, names | {"messages": chat, "add_generation_prompt": not continued})
     if not continued:
         return text
-    before, mark, _ = text.rpartition(_HERE)
+    before, mark, after = text.rpartition(_HERE)
     if not mark:
         raise InputError("the chat template changes the last message, so that it cannot be continued")
-    return before
+    # A template that takes off the last space would have taken off the message's own too.
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _message(place: int, message: object) -> dict[str, Any]:
@@ -96,9 +97,9 @@ def _rendered(source: str, names: Mapping[str, object]) -> str:
     try:
         return template.render(**names)
     except TemplateError as error:
-        raise InputError(f"the model's chat template refuses this chat: {error}") from error
-    except (TypeError, KeyError, AttributeError, ValueError, ZeroDivisionError, RecursionError) as error:
-        raise InputError(f"the model's chat template fails on this chat: {error}") from error
+        raise InputError(f"the model's chat template refuses this chat: {_one_line(error)}") from error
+    except Exception as error:  # it is a program of whoever made the model, and may fail like any other
+        raise InputError(f"the model's chat template fails on this chat: {_one_line(error)}") from error
 
 
 @lru_cache(maxsize=16)
@@ -128,7 +129,7 @@ def _compiled(source: str) -> Template:
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
-        raise InputError(f"the model's chat template is not one: {error}") from error
+        raise InputError(f"the model's chat template is not one: {_one_line(error)}") from error
 
 
 def _to_json(
@@ -140,6 +141,10 @@ def _to_json(
 ) -> str:
     """Jinja's own escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _raise(message: str) -> NoReturn:

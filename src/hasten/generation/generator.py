@@ -39,7 +39,7 @@ class Generator(Closing):
         return_full_text: bool | None = None,
         **given: object,
     ) -> Any:
-        """Texts in the shape of transformers' pipelines: `[{"generated_text": …}]` for one prompt, of many a list of such.
+        """Texts in the shape of transformers' pipelines: `[{"generated_text": …}]` for a prompt, a list of it for many.
 
         Options are those of `Sampling`; without them the model's own. The full text is the prompt and what was written
         after it, which is the default where the model goes on with a prompt. A stream gives pieces of one text, as

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hasten.core.tokenizer import Tokenizer
 
-# Tokens of a prompt that say how the text after it begins: one is enough unless it is half a character, or special.
+# Tokens of a prompt that say how the text after it begins: one is enough unless it is special.
 _CONTEXT = 8
 
 
@@ -21,8 +21,14 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         """With a prompt the text goes on from it, and may begin with a space."""
         self._tokenizer = tokenizer
-        self._ids = [int(token) for token in prompt[-_CONTEXT:]]
+        length = _CONTEXT
+        self._ids = list(prompt[-length:])
         self._out = self._text(self._ids)
+        # One that begins with half a character may hide all of the bytes behind it.
+        while self._out.startswith("\ufffd") and length < len(prompt):
+            length *= 2
+            self._ids = list(prompt[-length:])
+            self._out = self._text(self._ids)
         self._read = len(self._ids)
 
     def add(self, token: int) -> str:
