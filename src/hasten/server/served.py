@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 from hasten.backends import Artifact, HasSizes, RunOptions, Session
-from hasten.bundle import Bundle, open_bundle
+from hasten.bundle import Bundle
 from hasten.core.errors import AccuracyError, HastenError, TooLargeError
 from hasten.core.hardware import usable_cores
 from hasten.core.plan import Gate, Shapes

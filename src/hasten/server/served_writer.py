@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 
 from hasten.backends import BACKENDS, Artifact, Decoder, Decodes, RunOptions
@@ -108,7 +109,7 @@ class ServedWriter:
 
     def _test(self, decoder: Decoder) -> None:
         """Along the original's own answers: are its words the likeliest here too?"""
-        rows = self.bundle.reference().rows[:_TEST_ROWS]
+        rows = msgspec.convert(self.bundle.reference().rows[:_TEST_ROWS], list[dict[str, list[int]]])
         same = [is_same for row in rows for is_same in _follow(decoder, row["input_ids"], row["tokens"])]
         agreement = sum(same) / max(1, len(same))
         entries = (entry for entry in self.bundle.manifest.variants if entry.name == self.variant.name)

@@ -174,7 +174,9 @@ class Settings:
     max_connections: Annotated[int, Option(_count, "N", "at once, at most; others get 503", _LIMITS)] = 4096
     read_timeout: Annotated[float, Option(_time, "TIME", "to receive a request, from its first byte", _LIMITS)] = 30.0
     idle_timeout: Annotated[float, Option(_time, "TIME", "between two requests of a connection", _LIMITS)] = 75.0
-    timeout: Annotated[float, Option(_time, "TIME", "to answer, or to begin a stream, where a request does not say", _LIMITS)] = 60.0
+    timeout: Annotated[
+        float, Option(_time, "TIME", "to answer, or to begin a stream, where a request does not say", _LIMITS)
+    ] = 60.0
 
     key_file: Annotated[Path | None, Option(Path, "FILE", "API keys, one a line (or HASTEN_API_KEYS)", _SAFETY)] = None
 
