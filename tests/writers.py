@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,17 +33,24 @@ def byte_level() -> tokenizers.Tokenizer:
 
 def byte_fallback() -> tokenizers.Tokenizer:
     """As Llama 2's: the first word's space is not written, what the vocabulary lacks comes as bytes."""
-    letters = "▁abcdefghijklmnopqrstuvwxyzTISP.,?!"
-    words = ("▁the", "▁cat", "▁dog", "▁and", "▁sat", "ing", "▁on", "▁rain", "ed")
-    pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    return _sentence_pieces([f"<0x{byte:02X}>" for byte in range(256)])
+
+
+def whole_characters() -> tokenizers.Tokenizer:
+    """The same without bytes: whatever a model with random weights writes is text."""
+    return _sentence_pieces([])
+
+
+def _sentence_pieces(byte_pieces: list[str]) -> tokenizers.Tokenizer:
+    pieces = [*SPECIAL, *byte_pieces, "▁", *string.ascii_letters, *".,?!"]
     merges = []
-    for word in words:
-        for end in range(2, len(word) + 1):
-            if word[:end] not in pieces:
-                pieces.append(word[:end])
-                merges.append((word[: end - 1], word[end - 1]))
+    for word in {word: None for line in tiny.CORPUS for word in line.split()}:
+        for end in range(1, len(word) + 1):
+            if f"▁{word[:end]}" not in pieces and word[end - 1] in pieces:
+                pieces.append(f"▁{word[:end]}")
+                merges.append((f"▁{word[: end - 1]}", word[end - 1]))
     vocab = {piece: place for place, piece in enumerate(pieces)}
-    model = models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    model = models.BPE(vocab, merges, byte_fallback=bool(byte_pieces), unk_token="<unk>", fuse_unk=True)
     backend = tokenizers.Tokenizer(model)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
@@ -93,19 +102,25 @@ def model(kind: str, vocabulary: int, **about: Any) -> Any:
     ends = {"bos_token_id": SPECIAL.index(BOS), "eos_token_id": SPECIAL.index(EOS), "pad_token_id": SPECIAL.index(PAD)}
     sizes: dict[str, Any] = {
         "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT, "initializer_range": 0.4},
-        "llama": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-        | {"intermediate_size": 64, "max_position_embeddings": CONTEXT, "initializer_range": 0.4},
-        "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-        | {"initializer_factor": 20.0, "decoder_start_token_id": SPECIAL.index(PAD), "tie_word_embeddings": False},
+        "llama": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"intermediate_size": 64, "max_position_embeddings": CONTEXT, "initializer_range": 0.3},
+        "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4, "initializer_factor": 3.0}
+        | {"relative_attention_max_distance": 32, "decoder_start_token_id": SPECIAL.index(PAD)}
+        | {"tie_word_embeddings": False},
     }
     config, head = {
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration),
     }[kind]
-    torch.manual_seed(7)
+    torch.manual_seed(1)
     made = head(config(vocab_size=vocabulary, **ends, **sizes[kind], **about)).eval()
     made.generation_config.max_length = None
+    if kind == "t5":
+        # It knows no positions but by this, and is sure of every token without the other.
+        made.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.data *= 5
+        made.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.data *= 5
+        made.lm_head.weight.data *= 0.1
     return made
 
 
@@ -175,3 +190,18 @@ class PlainDecoder:
             else:
                 made = self.module(input_ids=rows)
         return made.logits[:, -1].numpy().copy()
+
+
+def onnx_decoder(module: Any, folder: Path, slots: int = 8) -> Any:
+    """The real one: the module's graph in ONNX Runtime, exported once."""
+    from hasten.backends import DECODER, Artifact, RunOptions
+    from hasten.backends.onnxruntime.decoder import DecoderSession
+    from hasten.builder.decoder import export_decoder, rotation_tables
+    from hasten.core.tensors import Signature
+    from hasten.core.variant import Precision, Variant
+
+    if not (folder / "decoder.onnx").exists():
+        export_decoder(module, folder / "decoder.onnx", rotation_tables(module, CONTEXT))
+    variant = Variant("onnxruntime", Precision.FP32)
+    artifact = Artifact(variant, Signature((), (), max_length=CONTEXT), folder, {DECODER: "decoder.onnx"})
+    return DecoderSession(artifact, RunOptions(1), slots)

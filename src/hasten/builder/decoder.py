@@ -100,7 +100,7 @@ class _Attention(torch.autograd.Function):
     """The operator, as the tracing exporter sees it; in PyTorch it has the right shapes and no values."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    def forward(_: Any, query: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
         past_key, past_value = rest[2:4]
         return torch.zeros_like(query), past_key.clone(), past_value.clone()
 
@@ -134,7 +134,7 @@ class _Head(torch.autograd.Function):
     """A product with the weights as they lie, so that a table of words that is the head too is stored once."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(_: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return torch.nn.functional.linear(hidden, weight, bias)
 
     @staticmethod

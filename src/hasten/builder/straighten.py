@@ -1,4 +1,4 @@
-"""Graphs of models that write, without what tracing leaves around their products: at one token a run, it is half the time.
+"""Graphs of models that write, without what tracing leaves around their products: at one token a run, that is much.
 
 Exact: shapes that were computed at every run are written down, what only turns a tensor back and forth goes, and the
 products for queries, keys and values are one.

@@ -1,4 +1,4 @@
-"""Models that write, their weights in blocks: at one token a run, what a step costs is the bytes of weights it reads."""
+"""Models that write, their weights in blocks: at one token a run, a step costs the bytes of weights it reads."""
 
 from __future__ import annotations
 
