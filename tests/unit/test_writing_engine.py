@@ -118,9 +118,9 @@ def engines(tokenizer: Tokenizer) -> Iterator[Callable[..., tuple[WritingEngine,
     yield make
     for engine, decoder in made:
         decoder.gate.set()
-        engine.close()
-        assert decoder.is_closed
-        assert not decoder.taken
+        if not decoder.is_closed:
+            engine.close()
+        assert (decoder.is_closed, decoder.taken) == (True, set())
 
 
 def test_texts_are_written_together_and_each_as_if_alone(engines: Any) -> None:

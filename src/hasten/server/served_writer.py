@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,6 +16,7 @@ from hasten.bundle import Bundle
 from hasten.core.errors import AccuracyError, HastenError, InputError, TooLargeError, UnsupportedError
 from hasten.core.generation import GenerationSpec, Sampling
 from hasten.core.hardware import usable_cores
+from hasten.generation.chat import render
 from hasten.generation.options import sampling_of
 from hasten.generation.prompts import read_prompt
 from hasten.generation.rows import Piece
@@ -54,6 +55,8 @@ class ServedWriter:
                 opened.callback(decoder.close)
             for decoder in decoders:
                 _warm(decoder)
+            with suppress(HastenError):  # whoever asks is told why: no template, none of its packages
+                render(about, [{"role": "user", "content": ""}])
             self._test(decoders[0])
             opened.pop_all()  # the engine closes them
         desks = [(Writer(decoder, about, self.tokenizer), decoder) for decoder in decoders]
