@@ -190,3 +190,6 @@ def test_what_is_not_asked_for_is_the_models_own() -> None:
         max_tokens=7, temperature=0.6, top_p=0.5, stop=("\n",)
     )
     assert sampling_of(defaults, {"beams": 3}).temperature == 0
+    assert sampling_of(Sampling(beams=4), {"temperature": 0.5}).beams == 1
+    assert sampling_of(Sampling(beams=4), {"temperature": 0}).beams == 4
+    assert sampling_of(Sampling(temperature=1.0, beams=4), {}).beams == 1
