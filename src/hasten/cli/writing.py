@@ -17,11 +17,15 @@ _FLAGS = ("max_tokens", "temperature", "seed", "stop")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models that write", "more with -O: top_k, top_p, min_p, beams, num_return, …")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="at most so many")
-    group.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest word, always")
-    group.add_argument("--seed", type=int, metavar="N", help="the same text again")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="a text that ends it; may be given again")
-    group.add_argument("--chat", action="store_true", help="texts are questions to a model that was taught chats")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="where the model writes: at most so many")
+    group.add_argument(
+        "--temperature", type=float, metavar="T", help="where it writes: 0 takes the likeliest word, always"
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="where it writes: draws the same text again")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="where it writes: a text that ends it; may be given again"
+    )
+    group.add_argument("--chat", action="store_true", help="where it writes: texts are questions, as in a chat")
 
 
 def is_asked(args: argparse.Namespace) -> bool:
