@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hasten.backends import BACKENDS, Decodes, RunOptions
+import hasten
 from hasten.bundle import Bundle
 from hasten.generation.generator import Generator
 from serving import Server
@@ -47,11 +47,8 @@ def client(server: Server) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def here(writer_bundle: Bundle) -> Iterator[Generator]:
     """The same bundle in this process."""
-    backend, about = BACKENDS.get("onnxruntime"), writer_bundle.manifest.generation
-    assert isinstance(backend, Decodes)
-    assert about is not None
-    artifact = writer_bundle.artifact(writer_bundle.manifest.chosen)
-    with Generator(about, writer_bundle.tokenizer(), backend.open_decoder(artifact, RunOptions(1), 8)) as made:
+    with hasten.load(writer_bundle.path, threads=1) as made:
+        assert isinstance(made, Generator)
         yield made
 
 

@@ -30,6 +30,7 @@ class BeamSearch:
         sampling: Sampling,
         seen: Sequence[int],
         end_ids: Sequence[int],
+        forced: int = 0,
         has_stopped: Callable[[Sequence[int]], bool] = lambda _: False,
     ) -> None:
         self.sampling = sampling
@@ -39,6 +40,8 @@ class BeamSearch:
         self._seen = tuple(seen)
         self._end_ids = frozenset(end_ids)
         self._has_stopped = has_stopped
+        # Tokens that every answer begins with, and that count as its own by transformers' measure of length.
+        self._forced = forced
 
     @property
     def best(self) -> Beam:
@@ -79,7 +82,7 @@ class BeamSearch:
         return Beam(ids, score, token in self._end_ids or self._has_stopped(ids))
 
     def _by_length(self, score: float, length: int) -> float:
-        return float(score / length**self.sampling.length_penalty)
+        return float(score / (length + self._forced) ** self.sampling.length_penalty)
 
     def _can_improve(self, length: int) -> bool:
         """Whether the best running beam, were it to end here, is better than the worst that ended."""

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hasten.backends import Decoder
+from hasten.backends import BACKENDS, Artifact, Decoder, Decodes, RunOptions
+from hasten.bundle import Bundle
 from hasten.core.closing import Closing
-from hasten.core.errors import InputError
+from hasten.core.errors import InputError, UnsupportedError
 from hasten.core.generation import GenerationSpec, Sampling
 from hasten.core.tokenizer import Tokenizer
 from hasten.generation.chat import is_chat, is_continued
@@ -17,6 +18,10 @@ from hasten.generation.options import sampling_of
 from hasten.generation.prompts import Prompt, read_prompt
 from hasten.generation.rows import Piece, Row
 from hasten.generation.writing import Writer
+from hasten.predictor import required, runnable
+
+# Texts that are written together: with more, a step takes longer without writing more.
+SLOTS = 8
 
 
 class Generator(Closing):
@@ -120,6 +125,21 @@ class Generator(Closing):
 
     def close(self) -> None:
         self.decoder.close()
+
+
+def open_generator(bundle: Bundle, variant: str | None, options: RunOptions, slots: int = SLOTS) -> Generator:
+    spec = bundle.manifest.generation
+    if spec is None:
+        raise UnsupportedError(f"{bundle.path} holds a model for {bundle.manifest.task.name}, which writes nothing")
+    artifact = required(bundle, bundle.entry(variant)) if variant else runnable(bundle)
+    return Generator(spec, bundle.tokenizer(), open_decoder(artifact, options, slots))
+
+
+def open_decoder(artifact: Artifact, options: RunOptions, slots: int) -> Decoder:
+    backend = BACKENDS.get(artifact.variant.backend)
+    if not isinstance(backend, Decodes):
+        raise UnsupportedError(f"the backend '{artifact.variant.backend}' runs no models that write")
+    return backend.open_decoder(artifact, options, slots)
 
 
 def ways_of(sampling: Sampling, num_return: int) -> list[Sampling]:

@@ -30,9 +30,11 @@ def sampling_of(defaults: Sampling, given: Mapping[str, object]) -> Sampling:
             meant = f"here it is {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else f"there are: {', '.join(NAMES)}"
             raise InputError(f"there is no option '{name}'{did_you_mean(name, NAMES)}", hint=meant)
     changed = {name: _CHECKS[name](name, value) for name, value in asked.items()}
-    # A model whose own way is to draw tokens still searches with beams when told to.
+    # One of the two excludes the other: what is asked for comes before the model's own way.
     if changed.get("beams", 1) != 1:
         changed.setdefault("temperature", 0.0)
+    elif changed.get("temperature", defaults.temperature) != 0:
+        changed.setdefault("beams", 1)
     sampling = replace(defaults, **changed)  # type: ignore[arg-type]
     if sampling.beams > 1 and sampling.temperature > 0:
         raise InputError(

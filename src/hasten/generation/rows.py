@@ -111,7 +111,8 @@ class Beams(Course):
 
     @cached_property
     def _search(self) -> BeamSearch:
-        return BeamSearch(self.row.sampling, self._seen(), self._spec.end_ids, self._has_stop)
+        forced = max(0, len(self._spec.start_ids) - 1)
+        return BeamSearch(self.row.sampling, self._seen(), self._spec.end_ids, forced, self._has_stop)
 
     def advance(self, logits: FloatArray, decoder: Decoder) -> None:
         parents = self._search.advance(logits)

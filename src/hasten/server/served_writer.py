@@ -11,12 +11,13 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from hasten.backends import BACKENDS, Artifact, Decoder, Decodes, RunOptions
+from hasten.backends import Decoder, RunOptions
 from hasten.bundle import Bundle
-from hasten.core.errors import AccuracyError, HastenError, InputError, TooLargeError, UnsupportedError
+from hasten.core.errors import AccuracyError, HastenError, InputError, TooLargeError
 from hasten.core.generation import GenerationSpec, Sampling
 from hasten.core.hardware import usable_cores
 from hasten.generation.chat import render
+from hasten.generation.generator import open_decoder
 from hasten.generation.options import sampling_of
 from hasten.generation.prompts import read_prompt
 from hasten.generation.rows import Piece
@@ -50,7 +51,7 @@ class ServedWriter:
         self.instances = settings.instances or 1
         threads = settings.threads or max(1, usable_cores() // self.instances)
         with ExitStack() as opened:
-            decoders = [_open(artifact, RunOptions(threads), settings.slots) for _ in range(self.instances)]
+            decoders = [open_decoder(artifact, RunOptions(threads), settings.slots) for _ in range(self.instances)]
             for decoder in decoders:
                 opened.callback(decoder.close)
             for decoder in decoders:
@@ -126,13 +127,6 @@ class ServedWriter:
 
 def writes(bundle: Bundle) -> bool:
     return bundle.manifest.generation is not None
-
-
-def _open(artifact: Artifact, options: RunOptions, slots: int) -> Decoder:
-    backend = BACKENDS.get(artifact.variant.backend)
-    if not isinstance(backend, Decodes):
-        raise UnsupportedError(f"the backend '{artifact.variant.backend}' does not write text")
-    return backend.open_decoder(artifact, options, slots)
 
 
 def _warm(decoder: Decoder) -> None:
