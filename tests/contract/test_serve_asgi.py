@@ -12,7 +12,7 @@ import pytest
 import hasten
 from hasten.bundle import Bundle
 from hasten.server.asgi import Asgi
-from hasten.server.connection import HttpLimits
+from hasten.server.connections import HttpLimits
 from hasten.server.keys import Keys
 from hasten.server.run import load_models, make_app
 from hasten.server.settings import Settings

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -36,6 +36,7 @@ from hasten.core.tokenizer import Tokenizer, TokenizerSpec
 from hasten.core.variant import Variant
 from hasten.predictor import Predictor
 from hasten.tasks import Encoded, TaskSpec
+from sites import Site
 
 # Shared machines stall: a deadline would measure them, and random examples would fail somewhere else first.
 settings.register_profile("unit", deadline=None, max_examples=60, derandomize=True)
@@ -245,3 +246,21 @@ def reseal() -> Callable[..., None]:
         (bundle.path / "manifest.json").write_bytes(replace(bundle.manifest, **changes).sealed().to_json())
 
     return write
+
+
+@pytest.fixture
+def sites() -> Iterator[Callable[..., Site]]:
+    made: list[Site] = []
+
+    def make(**limits: Any) -> Site:
+        made.append(Site(**limits))
+        return made[-1]
+
+    yield make
+    for site in made:
+        site.close()
+
+
+@pytest.fixture
+def site(sites: Callable[..., Site]) -> Site:
+    return sites()

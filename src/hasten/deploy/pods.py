@@ -11,7 +11,7 @@ from hasten.core.errors import PlanError
 from hasten.core.variant import CPU
 from hasten.core.version import __version__
 from hasten.deploy.names import check_image, check_name, check_object
-from hasten.server.connection import HttpLimits
+from hasten.server.connections import HttpLimits
 from hasten.server.instances import MOST_INSTANCES
 from hasten.server.settings import Settings
 

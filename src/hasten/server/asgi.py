@@ -10,10 +10,11 @@ from urllib.parse import quote
 
 from hasten.core.errors import TooLargeError
 from hasten.server.app import App
-from hasten.server.connection import HttpLimits
-from hasten.server.exchange import REQUEST_ID, Exchange, Response, has_large_body
+from hasten.server.connections import HttpLimits
+from hasten.server.exchange import REQUEST_ID, Exchange, Response, Streamed, has_large_body
 from hasten.server.run import http_limits, keep_time, load_models, make_app
 from hasten.server.settings import Settings
+from hasten.server.stream import Stream
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -80,13 +81,36 @@ class Asgi:
         gone = asyncio.ensure_future(_until_gone(receive))
         both: list[asyncio.Future[Any]] = [answer, gone]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
-        if answer.done():
-            name = exchange.id if self._names_requests else ""
-            await _send(send, answer.result(), name, has_body=scope["method"] != "HEAD")
-            exchange.was_sent(answer.result())
-        else:
+        try:
+            await self._send(exchange, send, answer, gone)
+        finally:
+            gone.cancel()
+
+    async def _send(
+        self, exchange: Exchange, send: Send, answer: asyncio.Future[Response], gone: asyncio.Future[None]
+    ) -> None:
+        if not answer.done():
             exchange.leave()
+            return
+        response, has_body = answer.result(), exchange.method != "HEAD"
+        head = _head(response, exchange.id if self._names_requests else "")
+        if isinstance(response, Streamed):
+            is_whole = False
+            try:
+                await send(head)
+                is_whole = await _send_parts(send, response.stream, gone, has_body=has_body)
+            finally:
+                # The server in front, which was not told that it has all, closes the connection.
+                if not is_whole:
+                    response.stream.cut()
+                    exchange.leave()
+            if not is_whole:
+                return
+            response = Response(response.stream.status, b"")
+        else:
+            await send(head)
+            await send({"type": "http.response.body", "body": response.body if has_body else b""})
+        exchange.was_sent(response)
 
     async def _is_refused(self, exchange: Exchange, receive: Receive) -> bool:
         """Whether its body, which is read here, is too large, or not even looked at."""
@@ -125,16 +149,39 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-async def _send(send: Send, response: Response, request: str, *, has_body: bool = True) -> None:
+def _head(response: Response, request: str) -> Message:
     headers = {
         "content-type": response.content_type,
-        "content-length": str(len(response.body)),
+        # How long one in parts is, is not known yet; the server in front knows how to tell where it ends.
+        **({} if isinstance(response, Streamed) else {"content-length": str(len(response.body))}),
         **response.headers,
         **({REQUEST_ID: request} if request else {}),
     }
     encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": response.status, "headers": encoded})
-    await send({"type": "http.response.body", "body": response.body if has_body else b""})
+    return {"type": "http.response.start", "status": response.status, "headers": encoded}
+
+
+async def _send_parts(send: Send, stream: Stream, gone: asyncio.Future[None], *, has_body: bool) -> bool:
+    """Whether all was sent before the client left, or did not take it."""
+    loop, news = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake() -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(news.set)
+
+    stream.follow(wake)
+    gone.add_done_callback(lambda _: news.set())
+    is_over = False
+    while not is_over:
+        data, is_over = stream.take()
+        if (gone.done() and not is_over) or stream.is_overfull:
+            return False
+        if data or is_over:
+            await send({"type": "http.response.body", "body": data if has_body else b"", "more_body": not is_over})
+        if not is_over:
+            await news.wait()
+            news.clear()
+    return True
 
 
 async def _live(receive: Receive, send: Send, on_close: Callable[[], object]) -> None:

@@ -9,17 +9,20 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hasten.core.errors import InputError, OverloadedError, TooLargeError
-from hasten.server.exchange import REQUEST_ID, Exchange, Response, failure, has_large_body
+from hasten.server.exchange import REQUEST_ID, Exchange, Response, Streamed, failure, has_large_body
 from hasten.server.outlet import Outlet
-from hasten.server.watch import Seen, Watcher, request_id
-from hasten.server.wire import CONTINUE, target, to_bytes
+from hasten.server.stream import Stream
+from hasten.server.watch import Seen, request_id
+from hasten.server.wire import CHUNKED, CONTINUE, LAST_CHUNK, chunk, target, to_bytes
+
+if TYPE_CHECKING:
+    from hasten.server.connections import Connections
 
 logger = logging.getLogger("hasten")
 
@@ -34,60 +37,6 @@ _LINGER_S = 2.0
 _PROBE_S = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class HttpLimits:
-    body_bytes: int = 32 * 2**20
-    # From the first byte of a request to its last, and between requests; who takes nothing for so long is cut off too.
-    read_s: float = 30.0
-    idle_s: float = 75.0
-    connections: int = 4096
-    # Of all bodies that are being received or answered.
-    held_bytes: int = 2**29
-
-
-class Connections:
-    """All that are open, so that they can be counted, refused and closed."""
-
-    def __init__(
-        self,
-        app: Callable[[Exchange], None],
-        limits: HttpLimits,
-        # Of a method, a path and headers: why a large body is not read, if so; and who is told of what was refused.
-        refusal: Callable[[str, str, Mapping[str, str]], Response | None] = lambda *_: None,
-        watch: Watcher = lambda _: None,
-    ) -> None:
-        self.app = app
-        self.limits = limits
-        self.refusal = refusal
-        self.watch = watch
-        self.open: set[Connection] = set()
-        # Answers that threads have given, and may have sent, for the loop to settle before it takes anything else:
-        # whoever has its answer finds it counted.
-        self.answered: deque[tuple[Connection, Response]] = deque()
-        self.held_bytes = 0
-        # Answers are the last of their connection; those that are idle are closed.
-        self.is_draining = self.is_drained = False
-
-    def __call__(self) -> Connection:
-        return Connection(self)
-
-    def settle(self) -> None:
-        for _ in range(len(self.answered)):
-            connection, response = self.answered.popleft()
-            connection.settle(response)
-
-    def drain(self) -> None:
-        """Answer what was asked, take nothing more, close what is idle."""
-        self.is_draining = self.is_drained = True
-        for connection in list(self.open):
-            connection.close_if_idle()
-
-    def abort(self) -> None:
-        """Whoever has not sent or read all by now."""
-        for connection in list(self.open):
-            connection.abort()
-
-
 class Connection(asyncio.Protocol):
     def __init__(self, owner: Connections) -> None:
         import httptools
@@ -99,9 +48,13 @@ class Connection(asyncio.Protocol):
         self._transport: Any = None
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        # Answered in the order they came, one at a time, each with whether others may follow; a refusal is the last.
-        self._waiting: deque[tuple[Exchange, bool]] = deque()
+        # Answered in the order they came, one at a time, each with whether others may follow, and whether it is of a
+        # client that knows no chunks; a refusal is the last.
+        self._waiting: deque[tuple[Exchange, bool, bool]] = deque()
         self._current: Exchange | None = None
+        # What is being sent in parts, and whether the client was told that it is the last.
+        self._stream: Stream | None = None
+        self._is_last_stream = self._is_old = False
         self._ahead_bytes = 0
         self._is_kept = True
         self._refusal: Response | None = None
@@ -133,7 +86,10 @@ class Connection(asyncio.Protocol):
         self._stop_waiting()
         if self._write_timer is not None:
             self._write_timer.cancel()
-        leaving = [exchange for exchange, _ in self._waiting]
+        if self._stream is not None:
+            self._stream.cut()
+            self._stream = None
+        leaving = [exchange for exchange, _, _ in self._waiting]
         # One that was sent its answer is still to be settled, and is counted then.
         if self._current is not None and not self._outlet.has_sent:
             leaving.insert(0, self._current)
@@ -188,6 +144,7 @@ class Connection(asyncio.Protocol):
         self._regulate()
         if self._current is None and not self._transport.is_closing():
             self._next()
+        self._send_parts()
 
     # httptools
 
@@ -245,10 +202,11 @@ class Connection(asyncio.Protocol):
         method, limit = self._parser.get_method().decode(), self._owner.limits.body_bytes
         exchange = Exchange(method, path, query, self._headers, body, self._answered, limit)
         # Of older clients none is told how to know that the connection stays.
-        is_kept = self._parser.should_keep_alive() and self._parser.get_http_version() != "1.0"
+        is_old = self._parser.get_http_version() == "1.0"
+        is_kept = not is_old and self._parser.should_keep_alive()
         # What follows an upgrade may be another protocol.
         is_kept = is_kept and not self._parser.should_upgrade()
-        self._waiting.append((exchange, is_kept))
+        self._waiting.append((exchange, is_kept, is_old))
         self._ahead_bytes += len(body)
         # Not sooner: the answer before this one would be the last, and close.
         self._owner.settle()
@@ -270,7 +228,7 @@ class Connection(asyncio.Protocol):
         if self._is_stuck:
             return
         if self._waiting:
-            self._current, self._is_kept = self._waiting.popleft()
+            self._current, self._is_kept, self._is_old = self._waiting.popleft()
             self._ahead_bytes -= len(self._current.body)
             self._regulate()
             self._owner.app(self._current)
@@ -284,7 +242,7 @@ class Connection(asyncio.Protocol):
         exchange, owner = self._current, self._owner
         announce = partial(owner.answered.append, (self, response))
         is_followed = self._is_kept and not self._is_deaf and not owner.is_draining
-        if exchange is not None and is_followed and self._outlet.is_plain:
+        if exchange is not None and is_followed and self._outlet.is_plain and not isinstance(response, Streamed):
             self._outlet.send(_written(response, exchange), announce)
         else:
             announce()
@@ -293,6 +251,9 @@ class Connection(asyncio.Protocol):
 
     def settle(self, response: Response) -> None:
         """Write what was not sent, count it, and go on to the next."""
+        if isinstance(response, Streamed):
+            self._begin_stream(response)
+            return
         was_sent = self._outlet.settle()
         exchange, self._current = self._current, None
         if exchange is None:
@@ -302,10 +263,17 @@ class Connection(asyncio.Protocol):
             exchange.was_sent(response)
             return
         # Who was sent its answer was not told that it is the last, and may have asked again.
-        is_ending = self._is_deaf or (self._owner.is_draining and not was_sent)
-        is_last = not self._is_kept or (is_ending and not self._waiting and self._refusal is None)
+        is_last = self._is_last(may_close=not was_sent)
         self._outlet.write(b"" if was_sent else _written(response, exchange, is_keeping=not is_last))
         exchange.was_sent(response)
+        self._go_on(is_last)
+
+    def _is_last(self, *, may_close: bool) -> bool:
+        """Whether nothing follows the answer that is given now."""
+        is_ending = self._is_deaf or (self._owner.is_draining and may_close)
+        return not self._is_kept or (is_ending and not self._waiting and self._refusal is None)
+
+    def _go_on(self, is_last: bool) -> None:
         if not is_last:
             self._next()
             if self._owner.is_drained:
@@ -314,6 +282,47 @@ class Connection(asyncio.Protocol):
             self._linger()
         else:
             self._leave()
+
+    # Answers in parts
+
+    def _begin_stream(self, response: Streamed) -> None:
+        exchange, stream = self._current, response.stream
+        if exchange is None or self._transport.is_closing():
+            stream.cut()  # whoever waits is told when the connection is lost
+            return
+        self._stream, self._is_last_stream = stream, self._is_last(may_close=True)
+        # An older client knows the end by that of the connection.
+        framing = b"" if self._is_old else CHUNKED
+        is_keeping = not self._is_last_stream
+        self._outlet.write(to_bytes(response, is_keeping, has_body=False, request=exchange.id, framing=framing))
+        stream.follow(self._parts_came)
+        self._send_parts()
+
+    def _parts_came(self) -> None:
+        """From any thread."""
+        with suppress(RuntimeError):  # the loop is closed, and with it the connection
+            self._loop.call_soon_threadsafe(self._send_parts)
+
+    def _send_parts(self) -> None:
+        """What there is of them, unless the client has yet to take what it was sent."""
+        exchange, stream = self._current, self._stream
+        if exchange is None or stream is None or self._transport.is_closing():
+            return
+        if stream.is_overfull:
+            self.abort()
+        elif not self._is_stuck:
+            data, is_over = stream.take()
+            data = data if self._is_old or not data else chunk(data)
+            data += LAST_CHUNK if is_over and not self._is_old else b""
+            self._outlet.write(data if exchange.method != "HEAD" else b"")
+            if is_over:
+                self._end_stream(exchange, stream)
+
+    def _end_stream(self, exchange: Exchange, stream: Stream) -> None:
+        self._current = self._stream = None
+        self._owner.held_bytes -= len(exchange.body)
+        exchange.was_sent(Response(stream.status, b""))
+        self._go_on(self._is_last_stream or self._is_last(may_close=False))
 
     def _refuse(self, response: Response) -> None:
         """Answer what cannot be read to its end, after all that came before it, and close."""
@@ -392,7 +401,8 @@ class Connection(asyncio.Protocol):
 
     def _probe(self) -> None:
         """An interim response means nothing to a client that waits, and tells of one that is gone: it breaks."""
-        if not self._is_stuck and self._parser.get_http_version() != "1.0":
+        # Who is sent an answer in parts is found to be gone by them.
+        if not self._is_stuck and self._stream is None and self._parser.get_http_version() != "1.0":
             self._outlet.write(CONTINUE)
         self._wait(_PROBE_S, self._probe)
 

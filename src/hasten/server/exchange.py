@@ -22,6 +22,7 @@ from hasten.core.errors import (
 )
 from hasten.server.compression import decompress
 from hasten.server.engine import Measured
+from hasten.server.stream import Stream
 from hasten.server.watch import Seen, Watcher, request_id
 
 Body = TypeVar("Body")
@@ -62,6 +63,13 @@ class Response:
         return cls(status, text.encode(), f"{TEXT}; charset=utf-8")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streamed(Response):
+    """Its body comes in parts, while it is sent."""
+
+    stream: Stream
+
+
 def status_of(error: HastenError) -> int:
     return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
 
@@ -91,7 +99,7 @@ class Exchange:
     # How its protocol writes what was wrong, and counts it.
     tell: Callable[[HastenError], Mapping[str, object]] = tell_plainly
     status: Callable[[HastenError], int] = status_of
-    # What to do when the client leaves before it is answered.
+    # What to do when the client leaves before it has all of its answer.
     on_close: Callable[[], None] | None = None
     is_closed: bool = False
     begin: float = field(default_factory=time.monotonic)
@@ -110,11 +118,26 @@ class Exchange:
             self.on_close = None
             self.send(response)
 
+    def stream(self, head: Response) -> Stream:
+        """Begin a reply whose parts are written to what is returned, from any thread, until that is ended.
+
+        Until then a client may leave.
+        """
+        stream = Stream(head.status, self._ended)
+        if self.is_closed:
+            stream.cut()
+        else:
+            self.send(Streamed(head.status, b"", head.content_type, head.headers, stream=stream))
+        return stream
+
+    def _ended(self) -> None:
+        self.is_closed, self.on_close = True, None
+
     def fail(self, error: HastenError) -> None:
         self.reply(failure(error, self.tell, self.status))
 
     def leave(self) -> None:
-        """The client has gone before it was sent its answer."""
+        """The client has gone before it was sent all of its answer."""
         on_close, was_answered, self.is_closed = self.on_close, self.is_closed, True
         if on_close is not None and not was_answered:
             on_close()
@@ -129,7 +152,7 @@ class Exchange:
         return read_json(self.content(), kind)
 
     def was_sent(self, response: Response) -> None:
-        """Whoever sends calls it when that is done: nobody waits for what is recorded."""
+        """Whoever sends calls it when all of it is: nobody waits for what is recorded."""
         if self.watch is not None:
             self.watch(self._seen(response))
 

@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 
 from hasten.server.exchange import REQUEST_ID, Response
 
+CHUNKED = b"transfer-encoding: chunked\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
@@ -23,10 +25,15 @@ def target(url: bytes) -> tuple[str, str]:
     return path, query
 
 
-def to_bytes(response: Response, is_keeping: bool, *, has_body: bool, request: str = "") -> bytes:
+def to_bytes(
+    response: Response, is_keeping: bool, *, has_body: bool, request: str = "", framing: bytes | None = None
+) -> bytes:
+    """With a header that tells where the body ends, where that is not known by its length."""
+    if framing is None:
+        framing = b"content-length: %d\r\n" % len(response.body)
     head = [
-        b"HTTP/1.1 %d %s\r\ncontent-type: %s\r\ncontent-length: %d\r\n"
-        % (response.status, _REASONS.get(response.status, b""), response.content_type.encode(), len(response.body))
+        b"HTTP/1.1 %d %s\r\ncontent-type: %s\r\n%s"
+        % (response.status, _REASONS.get(response.status, b""), response.content_type.encode(), framing)
     ]
     head += [f"{name}: {value}\r\n".encode("latin-1") for name, value in response.headers.items()]
     if request:
@@ -37,3 +44,8 @@ def to_bytes(response: Response, is_keeping: bool, *, has_body: bool, request: s
     if has_body:
         head.append(response.body)
     return b"".join(head)
+
+
+def chunk(data: bytes) -> bytes:
+    """One that is empty would be the last."""
+    return b"%x\r\n%s\r\n" % (len(data), data)
