@@ -312,7 +312,7 @@ LONG = "a dog " * 3000
         (TEXT, {"stop": [""]}, 400, "none of them empty"),
         (TEXT, {"seed": -1}, 400, "seed is -1"),
         (CHATS, {"messages": []}, 400, "messages is empty"),
-        (CHATS, {"messages": [{"role": "wizard", "content": "hm"}]}, 400, "the role of message 1 is 'wizard'"),
+        (CHATS, {"messages": [{"role": "wizard", "content": "hm"}]}, 400, "message 1 has the role 'wizard'"),
         (CHATS, {"messages": [{"role": "user"}]}, 400, "message 1 has no content"),
         (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "more than text"),
         (CHATS, {"messages": [{"role": "tool", "content": "5"}]}, 400, "tools are not for this model"),
