@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -77,11 +77,11 @@ class _Answers:
     def __init__(self, sender: Any, name: str) -> None:
         self._sender = sender
         self._name = name
-        self._leave = lambda: None
+        self._leave: Callable[[], None] = _nothing
         self._is_stream = self._is_over = False
         self._text = ""
 
-    def begin(self, before: str, *, is_stream: bool, leave: Any) -> None:
+    def begin(self, before: str, *, is_stream: bool, leave: Callable[[], None]) -> None:
         self._text, self._is_stream, self._leave = before, is_stream, leave
 
     def add(self, piece: Piece) -> None:
@@ -112,6 +112,9 @@ class _Answers:
             what = server().InferenceResponse(output_tensors=[tensor])
         flags = {"flags": server().TRITONSERVER_RESPONSE_COMPLETE_FINAL} if is_last else {}
         self._sender.send(*(() if what is None else (what,)), **flags)
+
+
+def _nothing() -> None: ...
 
 
 def _text(request: Any, name: str) -> str | None:
