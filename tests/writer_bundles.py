@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,23 @@ def save(folder: Path, template: str | None = TEMPLATE) -> Path:
     return folder
 
 
-def build(model: Path, target: Path, **options: Any) -> Bundle:
-    """With a benchmark that is answered at once."""
-    import hasten
+@contextmanager
+def timed_at_once() -> Iterator[None]:
+    """Builds meanwhile have a benchmark that is answered at once."""
 
     def timed(contenders: Sequence[Artifact], shapes: Sequence[Shape], *_: object, **__: object) -> Bench:
         names = [artifact.variant.name for artifact in contenders]
-        timings = tuple(
-            Timing(name, shape, 1, 1.0, 1.0, None, 1e3, Interval(1.0, 1.0, 1.0), (1.0,))
-            for name in names
-            for shape in shapes
-        )
+        one = Interval(1.0, 1.0, 1.0)
+        timings = tuple(Timing(name, shape, 1, 1.0, 1.0, None, 1e3, one, (1.0,)) for name in names for shape in shapes)
         return Bench(names[0], timings, tuple(Footprint(name, 1.0, 1, 1) for name in names))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hasten.builder.generation.bench", timed)
+        yield
+
+
+def build(model: Path, target: Path, **options: Any) -> Bundle:
+    import hasten
+
+    with timed_at_once():
         return hasten.build(model, target, **({"threads": 1, "variants": ["onnxruntime-fp32"]} | options))

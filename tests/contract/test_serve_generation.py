@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hasten
-from hasten.bundle import Bundle
+from hasten.bundle import Bundle, BundleWriter
+from hasten.bundle.read import TOKENIZER
+from hasten.core.errors import AccuracyError
 from hasten.generation.generator import Generator
+from hasten.server.fairness import Turns
+from hasten.server.served import ModelSettings
+from hasten.server.served_writer import ServedWriter
+from hasten.server.writing import WritingObserver
 from serving import Server
 
 openai = pytest.importorskip("openai", reason="the client of its protocol")
@@ -56,6 +63,19 @@ def text_of(here: Generator, prompt: Any, **options: Any) -> str:
     (answer,) = here(prompt, return_full_text=False, **options)
     text: str = answer["generated_text"]
     return text
+
+
+def test_one_that_does_not_write_like_the_original_is_not_served(writer_bundle: Bundle, tmp_path: Path) -> None:
+    manifest, reference = writer_bundle.manifest, writer_bundle.reference()
+    wrong = [{**row, "tokens": [token + 1 for token in row["tokens"]]} for row in reference.rows]
+    with BundleWriter(tmp_path / "wrong") as writer:
+        writer.add_variant(writer_bundle.artifact(manifest.chosen))
+        writer.add_tokenizer(writer_bundle.path / TOKENIZER)
+        writer.add_reference(wrong, reference.outputs)
+        writer.add_report(writer_bundle.report)
+        bundle = writer.commit(manifest)
+    with pytest.raises(AccuracyError, match="of its own answers like the original"):
+        ServedWriter("wrong", bundle, ModelSettings(threads=1), Turns(1), WritingObserver())
 
 
 # OpenAI
@@ -312,7 +332,7 @@ LONG = "a dog " * 3000
         (TEXT, {"stop": [""]}, 400, "none of them empty"),
         (TEXT, {"seed": -1}, 400, "seed is -1"),
         (CHATS, {"messages": []}, 400, "messages is empty"),
-        (CHATS, {"messages": [{"role": "wizard", "content": "hm"}]}, 400, "the role of message 1 is 'wizard'"),
+        (CHATS, {"messages": [{"role": "wizard", "content": "hm"}]}, 400, "message 1 has the role 'wizard'"),
         (CHATS, {"messages": [{"role": "user"}]}, 400, "message 1 has no content"),
         (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "more than text"),
         (CHATS, {"messages": [{"role": "tool", "content": "5"}]}, 400, "tools are not for this model"),

@@ -12,13 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import hasten
 import tritonserver
 import writer_bundles
 from hasten.bundle import Bundle
+from hasten.cli import convert_model
 from hasten.deploy.tritonserver import Options, Repository, write_repository
+from hasten.deploy.tritonserver.client import Client
 from hasten.deploy.tritonserver.program import TritonServer
 
 PROMPTS = ("the cat sat on", "a dog", "she reads old books", "is this", "I", "what a wonderful film")
@@ -92,6 +95,22 @@ def test_what_cannot_be_written(server: TritonServer, body: dict[str, Any], what
         ask(server, "generate", **({"text_input": "a dog"} | body))
     with refused.value as answer:
         assert (answer.code, what in answer.read().decode()) == (400, True)
+
+
+def test_converted_as_transformer_deploy_would_have_it(
+    bundle: Bundle, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    place = tmp_path_factory.mktemp("converted")
+    model, output = bundle.path.parent / "model", place / "models"
+    words = ["-m", str(model), "-o", str(output), "--task", "text-generation", "--generative-model", "gpt", "--quiet"]
+    with writer_bundles.timed_at_once():
+        assert convert_model.run([*words, "--json"]) == 0
+    with hasten.load(bundle.path, threads=1) as here:
+        expected = here("a dog", return_full_text=False)[0]["generated_text"]
+    program = tritonserver.find_program(pytestconfig, ["tokenizers", "msgspec", "onnxruntime"])
+    with TritonServer(program, output, place) as server, Client(server.url) as client:
+        found = client.infer("transformer_onnx_generate", {"TEXT": np.array(["a dog"], object)}, ["output"])
+    assert found["output"].tolist() == [expected.encode()]
 
 
 @pytest.mark.parametrize("client", ["client_requests.py", "client_grpc.py"])

@@ -135,6 +135,14 @@ def test_the_clients_messages_stay_as_they_are() -> None:
     assert chat == CHATS["continued"]
 
 
+def test_roles_that_a_template_names_are_known() -> None:
+    named = CHATML + "{# ipython #}"
+    assert "<|im_start|>ipython\n3<" in render(spec(named), [USER, {"role": "ipython", "content": "3"}])
+    assert render(spec(CHATML), [{"role": "developer", "content": "S"}, USER]) == render(
+        spec(CHATML), [{"role": "system", "content": "S"}, USER]
+    )
+
+
 def test_a_text_in_parts_is_one_text() -> None:
     parts = [{"type": "text", "text": "Who "}, {"type": "text", "text": "are you?"}]
     assert "user\nWho are you?<" in render(spec(CHATML), [{"role": "user", "content": parts}])
@@ -144,11 +152,9 @@ def test_a_text_in_parts_is_one_text() -> None:
     ("template", "chat", "complaint"),
     [
         ("", [USER], "this model has no chat template"),
-        (
-            INST,
-            [{"role": "wizard", "content": "x"}],
-            "the model's chat template refuses this chat: roles must alternate",
-        ),
+        (CHATML, [USER, {"role": "wizard", "content": "x"}], "message 2 has the role 'wizard', which the model's"),
+        (INST, [USER, USER], "the model's chat template refuses this chat: roles must alternate"),
+        (INST, [USER, {"role": "tool", "content": "x"}], "only user, assistant and system are roles: tool"),
         (CHATML, [{"role": "user"}], "message 1 has no content"),
         (CHATML, [USER, {"content": "x"}], "message 2 has no role"),
         (CHATML, [], "the chat has no messages"),

@@ -149,6 +149,18 @@ def test_any_tokens_at_all(ids: list[int], data: st.DataObject) -> None:
         assert "".join(pieces_of(tokenizer, ids[cut:], ids[:cut])) == whole[len(before) :]
 
 
+BYTE_FALLBACK = writers.ours(writers.byte_fallback())
+
+
+@given(st.lists(st.integers(0, 340), max_size=24) | st.text(max_size=12).map(lambda text: plain(BYTE_FALLBACK, text)))
+def test_any_bytes_at_all(ids: list[int]) -> None:
+    whole = BYTE_FALLBACK.decode(ids, skips_special=True)
+    found = "".join(pieces_of(BYTE_FALLBACK, ids))
+    assert len(found) >= len(whole.replace("\ufffd", ""))
+    if "\ufffd" not in whole:
+        assert found == whole
+
+
 @given(st.lists(st.sampled_from(["▁", "n", "t", "'", "m", "s", ".", ",", "?", "v", "e", "▁the", "▁cat"]), max_size=16))
 def test_spaces_that_are_tidied_later_wait(tokens: list[str]) -> None:
     """Once a space is out it stays: " n't" becomes "n't" only if the space was not told yet."""

@@ -50,10 +50,15 @@ def write(generator: Generator, args: argparse.Namespace, options: Mapping[str, 
     if args.json:
         console.print_json(generator(prompts, **asked))
     elif len(prompts) == 1 and "num_return" not in asked:
-        for piece in generator(prompts[0], stream=True, **asked):
-            sys.stdout.write(_harmless(piece))
-            sys.stdout.flush()
-        sys.stdout.write("\n")
+        pieces = generator(prompts[0], stream=True, **asked)
+        try:
+            for piece in pieces:
+                sys.stdout.write(_harmless(piece))
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            return 130  # who has read enough
+        finally:
+            sys.stdout.write("\n")
     else:
         for answers in generator(prompts, return_full_text=False, **asked):
             for answer in answers:

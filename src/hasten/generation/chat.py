@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
+# What every template may be given; others only where it names them.
+_ROLES = ("system", "user", "assistant", "tool")
 # Marks the end of a message that is to be continued; a template puts what ends a message behind it.
 _HERE = "\ue000hasten\ue000"
 
@@ -36,7 +38,7 @@ def render(spec: GenerationSpec, messages: Sequence[object], variables: Mapping[
         raise InputError(
             "this model has no chat template: it was not taught chats", hint="give it a text to go on with"
         )
-    chat = [_message(place, message) for place, message in enumerate(messages, 1)]
+    chat = [_message(place, message, spec.chat_template) for place, message in enumerate(messages, 1)]
     if not chat:
         raise InputError("the chat has no messages", hint='[{"role": "user", "content": "…"}]')
     continued = is_continued(chat)
@@ -53,7 +55,7 @@ def render(spec: GenerationSpec, messages: Sequence[object], variables: Mapping[
     return before if after.startswith(" ") else before.rstrip()
 
 
-def _message(place: int, message: object) -> dict[str, Any]:
+def _message(place: int, message: object, template: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InputError(f"message {place} is {message!r}; a message has a role and a content")
     for name in ("role", "content"):
@@ -62,6 +64,14 @@ def _message(place: int, message: object) -> dict[str, Any]:
     if not isinstance(message["role"], str):
         raise InputError(f"the role of message {place} is {message['role']!r}; it must be a text")
     copied: dict[str, Any] = _plain(message)
+    if copied["role"] == "developer" and "developer" not in template:
+        # What newer clients of OpenAI call it.
+        copied["role"] = "system"
+    if copied["role"] not in _ROLES and copied["role"] not in template:
+        raise InputError(
+            f"message {place} has the role '{copied['role']}', which the model's chat template does not know",
+            hint=f"one of {', '.join(_ROLES)}",
+        )
     if isinstance(copied["content"], list):
         copied["content"] = _joined(place, copied["content"])
     # An answer that only called tools has none.

@@ -13,6 +13,9 @@ _CONTEXT = 8
 class Detokenizer:
     """The text of a row of tokens, piece by piece; joined, the pieces are the text of all of them.
 
+    All but this: where bytes that are no character follow others that are one, Llama 2's decoder takes that one back.
+    A piece stays.
+
     A token's text depends on the ones before it: SentencePiece's first word has no space before it, bytes become a
     character together. So a token is decoded behind the last ones that are out already, and what is new is the piece.
     The stream of `tokenizers` does that too, but keeps half a character at the end, and begins without a prompt.

@@ -22,7 +22,6 @@ from hasten.server.writing import Written
 _DONE = b"data: [DONE]\n\n"
 # OpenAI's own, where a completion does not say; a chat goes on to its end.
 _USUAL_TOKENS = 16
-_ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 
 
 class StreamOptions(msgspec.Struct):
@@ -192,7 +191,7 @@ def chat(call: Call) -> None:
     served = call.writer(request.model)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     ways = _ways(served, request, asked, served.generation.context)
-    messages = [_message(place, message) for place, message in enumerate(request.messages, 1)]
+    messages = request.messages
     if not messages:
         raise InputError("messages is empty", hint='[{"role": "user", "content": "…"}]')
     about = _About(call, "chatcmpl", served.name)
@@ -310,14 +309,6 @@ def _prompts(given: str | list[str | int | list[int]]) -> list[Any]:
     if not given or not all(isinstance(one, type(given[0])) for one in given):
         raise InputError("prompt is neither a text nor tokens, nor a list of either")
     return list(given)
-
-
-def _message(place: int, message: dict[str, Any]) -> dict[str, Any]:
-    role = message.get("role")
-    if role not in _ROLES:
-        raise InputError(f"the role of message {place} is {role!r:.40}", hint=f"roles are {', '.join(_ROLES)}")
-    # What OpenAI calls it since its models reason; templates know the older word.
-    return {**message, "role": "system"} if role == "developer" else message
 
 
 def _usage(written: Sequence[Written], ways: int) -> TextUsage:

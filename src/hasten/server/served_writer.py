@@ -51,10 +51,11 @@ class ServedWriter:
         self.instances = settings.instances or 1
         threads = settings.threads or max(1, usable_cores() // self.instances)
         with ExitStack() as opened:
-            decoders = [open_decoder(artifact, RunOptions(threads), settings.slots) for _ in range(self.instances)]
-            for decoder in decoders:
+            decoders: list[Decoder] = []
+            for _ in range(self.instances):
+                decoder = open_decoder(artifact, RunOptions(threads), settings.slots)
                 opened.callback(decoder.close)
-            for decoder in decoders:
+                decoders.append(decoder)
                 _warm(decoder)
             with suppress(HastenError):  # whoever asks is told why: no template, none of its packages
                 render(about, [{"role": "user", "content": ""}])
@@ -98,6 +99,8 @@ class ServedWriter:
             if (size := characters(prompts)) > most:
                 raise TooLargeError(f"{size} characters are more than {most}")
             read = [read_prompt(prompt, self.generation, self.tokenizer) for prompt in prompts]
+            if (tokens := len(ways) * sum(len(prompt.ids) for prompt in read)) > self.settings.tokens:
+                raise TooLargeError(f"{tokens} tokens are more than {self.settings.tokens}")
             return [Asked(prompt, way) for prompt in read for way in ways]
 
         allowed = timeout_s if timeout_s is not None else self.settings.timeout_s

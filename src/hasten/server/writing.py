@@ -25,8 +25,8 @@ from hasten.server.queue import Limits
 
 logger = logging.getLogger("hasten")
 
-# A step reads all weights for a token each: on a processor it takes about as long as to read so many of a prompt, and
-# counts so where models take turns.
+# Where models take turns, by tokens: a step reads all weights for one token of each text, which takes as long as to
+# read several of a prompt, and counts as so many.
 _STEP_TOKENS = 16
 # How long a text takes is that of the last few: models are asked for a word, or for pages.
 _MEMORY = 0.9

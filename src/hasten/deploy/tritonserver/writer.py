@@ -17,7 +17,7 @@ from hasten.deploy.tritonserver.models.generate import EXCLUDES, SAMPLING, STREA
 from hasten.deploy.tritonserver.models.request import ABOUT
 from hasten.deploy.tritonserver.models.request import TOKENIZER as TOKENIZER_FILE
 from hasten.deploy.tritonserver.options import Options, Repository, Runtime
-from hasten.deploy.tritonserver.pbtxt import Tensor, to_text
+from hasten.deploy.tritonserver.pbtxt import Tensor, Value, to_text
 from hasten.deploy.tritonserver.repository import MODEL_PY, VERSION, pinned
 from hasten.deploy.tritonserver.shipping import ship
 
@@ -88,6 +88,20 @@ with triton.InferenceServerClient(sys.argv[1] if len(sys.argv) > 1 else "$addres
     client.stop_stream()
 print()
 ''')
+_ONCE = Template("""\
+# $model
+
+A model repository for NVIDIA's tritonserver, written by hasten from the variant `$variant`. `$model` takes `TEXT`, and,
+where they are wanted, `sampling_parameters` (JSON) and `exclude_input_in_output`, and gives `output`.
+
+A server with its Python backend, as of 24.10 or newer: `python3 -m pip install $packages` for its Python, and
+`tritonserver --model-repository=$$PWD`.
+
+```
+curl -X POST http://localhost:8000/v2/models/$model/infer \\
+  -d '{"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1], "data": ["The sky turned dark, so"]}]}'
+```
+""")
 _README = Template("""\
 # $model
 
@@ -128,16 +142,18 @@ def write_writer(bundle: Bundle, directory: Path, options: Options) -> Repositor
     if entry is None:
         raise UnsupportedError(f"{entries[0].name} does not run there", hint="a variant of onnxruntime does")
     artifact, name = bundle.artifact(entry), f"{options.name}_onnx_generate"
+    # transformer-deploy's clients ask for one answer, under names of their own.
+    is_once = options.output is not None
     inputs = (
-        Tensor(TEXT, "BYTES", (1,)),
-        Tensor(STREAM, "BOOL", (1,), is_optional=True),
+        Tensor("TEXT" if is_once else TEXT, "BYTES", (1,)),
+        *(() if is_once else (Tensor(STREAM, "BOOL", (1,), is_optional=True),)),
         Tensor(SAMPLING, "BYTES", (1,), is_optional=True),
         Tensor(EXCLUDES, "BOOL", (1,), is_optional=True),
     )
-    outputs = (Tensor(WRITTEN, "BYTES", (-1,)),)
-    rest = {
+    outputs = (Tensor(options.output or WRITTEN, "BYTES", (1,)),)
+    rest: dict[str, Value] = {
         "backend": "python",
-        "model_transaction_policy": {"decoupled": True},
+        "model_transaction_policy": {"decoupled": not is_once},
         "instance_group": configs.instances(options.instances, options.device),
     }
     about = {
@@ -149,6 +165,8 @@ def write_writer(bundle: Bundle, directory: Path, options: Options) -> Repositor
         "instances": options.instances,
         "threads": options.threads,
         "slots": _SLOTS,
+        "input": inputs[0].name,
+        "output": outputs[0].name,
         "tokenizer": bundle.manifest.tokenizer,
         "generation": bundle.manifest.generation,
     }
@@ -183,8 +201,12 @@ def write_writer(bundle: Bundle, directory: Path, options: Options) -> Repositor
 
 
 def write_asking(repository: Repository) -> None:
-    """How to ask it, beside it."""
+    """How to ask it, beside it; of one that answers once, its own clients know."""
     place, model = repository.directory, repository.inference
+    if repository.inputs[0].name != TEXT:
+        told = _ONCE.substitute(model=model, variant=repository.variant, packages=" ".join(repository.packages))
+        (place / "README.md").write_text(told, encoding="utf-8")
+        return
     for template, file, address in (
         (_REQUESTS, "client_requests.py", "localhost:8000"),
         (_GRPC, "client_grpc.py", "localhost:8001"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -35,6 +35,7 @@ class TritonPythonModel:
         about = told.about
         self._spec = msgspec.convert(about["generation"], GenerationSpec)
         self._tokenizer = told.tokenizer
+        self._input, self._output = about["input"], about["output"]
         artifact = Artifact(Variant.parse(about["variant"]), told.signature, told.folder / VARIANT, about["graphs"])
         threads = about["threads"] or max(1, usable_cores() // about["instances"])
         decoder = open_decoder(artifact, RunOptions(threads), about["slots"])
@@ -45,7 +46,7 @@ class TritonPythonModel:
     def execute(self, requests: Sequence[Any]) -> None:
         """Answers follow when they are there: the server may hand over more requests meanwhile."""
         for request in requests:
-            answers = _Answers(request.get_response_sender())
+            answers = _Answers(request.get_response_sender(), self._output)
             try:
                 self._ask(request, answers)
             except HastenError as error:
@@ -56,9 +57,9 @@ class TritonPythonModel:
         self._engine.close()
 
     def _ask(self, request: Any, answers: _Answers) -> None:
-        text = _text(request, TEXT)
+        text = _text(request, self._input)
         if text is None:
-            raise InputError(f"input '{TEXT}' is missing")
+            raise InputError(f"input '{self._input}' is missing")
         sampling = sampling_of(self._spec.defaults, _options(_text(request, SAMPLING) or "{}"))
         before = "" if _flag(request, EXCLUDES, default=True) else text
         asked = WritingRequest(
@@ -73,13 +74,14 @@ class TritonPythonModel:
 class _Answers:
     """One response, or as many as there are pieces, the last of them marked."""
 
-    def __init__(self, sender: Any) -> None:
+    def __init__(self, sender: Any, name: str) -> None:
         self._sender = sender
-        self._leave = lambda: None
+        self._name = name
+        self._leave: Callable[[], None] = _nothing
         self._is_stream = self._is_over = False
         self._text = ""
 
-    def begin(self, before: str, *, is_stream: bool, leave: Any) -> None:
+    def begin(self, before: str, *, is_stream: bool, leave: Callable[[], None]) -> None:
         self._text, self._is_stream, self._leave = before, is_stream, leave
 
     def add(self, piece: Piece) -> None:
@@ -106,10 +108,13 @@ class _Answers:
             return
         self._is_over = is_last
         if isinstance(what, str):
-            tensor = server().Tensor(WRITTEN, np.array([what.encode()], object))
+            tensor = server().Tensor(self._name, np.array([what.encode()], object))
             what = server().InferenceResponse(output_tensors=[tensor])
         flags = {"flags": server().TRITONSERVER_RESPONSE_COMPLETE_FINAL} if is_last else {}
         self._sender.send(*(() if what is None else (what,)), **flags)
+
+
+def _nothing() -> None: ...
 
 
 def _text(request: Any, name: str) -> str | None:
