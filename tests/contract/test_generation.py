@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import writers
-from hasten.core.errors import InputError
+from hasten.core.errors import InputError, StageError
 from hasten.core.generation import Finish, Sampling
 from hasten.generation.generator import Generator
 from hasten.generation.rows import Piece
@@ -327,6 +327,23 @@ def test_threads_write_together(case: Case) -> None:
             thread.join(60)
         assert [found[place] for place in range(len(PROMPTS))] == alone
         assert write._writer.is_idle
+
+
+def test_a_text_that_another_threads_step_failed_on_is_no_answer(gpt2: Case) -> None:
+    class Fails(writers.PlainDecoder):
+        def begin(self, slot: int, ids: Any) -> Any:
+            raise StageError("the runtime failed")
+
+    write = Generator(gpt2.spec, gpt2.tokenizer, Fails(gpt2.module))
+    stream = write(PROMPTS[0], stream=True)
+    waiting = write._writer.row(gpt2.ids(PROMPTS[0]), Sampling(3), lambda _: None)
+    write._writer.add(waiting)
+    with pytest.raises(StageError, match="the runtime failed"):
+        next(stream)
+    assert write._writer.is_idle
+    # Whoever waited for that one must not take it for an empty text.
+    with pytest.raises(StageError, match="the text was given up"):
+        next(write._pieces(waiting, []))
 
 
 def test_answers_are_json(gpt2: Case) -> None:

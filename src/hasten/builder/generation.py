@@ -25,7 +25,7 @@ from hasten.builder.stages import Staged
 from hasten.builder.written import Writer, load_writer
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
-from hasten.core.errors import AccuracyError, InputError, UnsupportedError
+from hasten.core.errors import AccuracyError, InputError
 from hasten.core.plan import Keep
 from hasten.core.report import Bench, Candidate, Report, Status, Verdict
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, IntArray, Shape, Signature, TensorSpec
@@ -65,7 +65,7 @@ class GenerationBuild(Staged):
                 notes.append(f"perplexity {sample.metric.also['perplexity']:.3f}")
 
         with self.stage("export") as notes:
-            graphs = self._export(writer, sample, notes)
+            graphs, exported = self._export(writer, sample, notes)
         signature = _signature(writer)
 
         with self.stage("verify") as notes:
@@ -73,7 +73,8 @@ class GenerationBuild(Staged):
             verdicts: dict[Variant, Verdict] = {}
             for variant in map(Variant.parse, self.about.contenders):
                 artifacts[variant] = self._make(variant, graphs, signature)
-                verdicts[variant] = self._judge(artifacts[variant], sample)
+                is_exported = variant.precision is Precision.FP32
+                verdicts[variant] = exported if is_exported else self._judge(artifacts[variant], sample)
             passed = {variant: verdict for variant, verdict in verdicts.items() if verdict.passed}
             notes.append(f"{len(passed)} of {len(verdicts)} variants write like the original")
         refused = [
@@ -141,43 +142,42 @@ class GenerationBuild(Staged):
             prompts = [row[:room] for row in prompts]
         return prompts, [row[:most] for row in chosen]
 
-    def _export(self, writer: Writer, sample: Sample, notes: list[str]) -> dict[str, Path]:
-        """Rotating is left to the attention operator first; where the graph then answers otherwise, it is not."""
+    def _export(self, writer: Writer, sample: Sample, notes: list[str]) -> tuple[dict[str, Path], Verdict]:
+        """Rotating is left to the attention operator first; where the graph then writes otherwise, it is not."""
         from hasten.builder.decoder import export_decoder, rotation_tables
 
-        if writer.has_encoder:
-            raise UnsupportedError(f"{writer.task} is not built yet")
-        tables = rotation_tables(writer.module, writer.spec.context)
-        for attempt, used in enumerate(dict.fromkeys((tables is not None, False))):
-            file = self.work / f"exported-{attempt}" / f"{DECODER}.onnx"
-            file.parent.mkdir()
-            export_decoder(writer.module, file, tables if used else None)
-            verdict = self._judge(
-                self._artifact(Variant(_WRITER, Precision.FP32), {DECODER: file}, _signature(writer)), sample
-            )
+        verdict: Verdict | None = None
+        tables = None if writer.has_encoder else rotation_tables(writer.module, writer.spec.context)
+        for used in dict.fromkeys((tables, None)):
+            folder = self.work / f"exported-{'rotating' if used is not None else 'plain'}"
+            folder.mkdir()
+            graphs = {DECODER: folder / f"{DECODER}.onnx"}
+            if writer.has_encoder:
+                from hasten.builder.encoder_decoder import export_encoder_decoder
+
+                limits = (writer.tokenizer.max_length, writer.spec.context)
+                graphs = export_encoder_decoder(writer.module, folder, writer.spec.start_ids, limits)
+            else:
+                export_decoder(writer.module, graphs[DECODER], used)
+            verdict = self._judge(_lying(graphs, _signature(writer)), sample)
             if verdict.passed:
-                self.passes.append(record("export", None, file, variants=self.about.contenders))
-                notes.append("positions are rotated in the attention operator" if used else "attention with a cache")
-                return {DECODER: file}
+                names = self.about.contenders
+                self.passes += [record("export", None, file, variants=names) for file in graphs.values()]
+                notes.append("attention with a cache" + (", positions rotated in it" if used is not None else ""))
+                return graphs, verdict
+        assert verdict is not None
         raise AccuracyError(f"the graph of {writer.architecture} does not write like it: {verdict.reason}")
 
     def _make(self, variant: Variant, graphs: dict[str, Path], signature: Signature) -> Artifact:
         if variant.precision in BLOCKS:
             folder = self.work / f"{variant.name}-graph"
             folder.mkdir()
-            made = {name: folder / file.name for name, file in graphs.items()}
-            for name, file in graphs.items():
-                quantize_written(file, made[name], BLOCKS[variant.precision])
-                self.passes.append(record("quantize", file, made[name], variants=[variant.name]))
+            made = quantize_written(graphs, folder, BLOCKS[variant.precision])
+            self.passes += [record("quantize", graphs[name], made[name], variants=[variant.name]) for name in graphs]
             graphs = made
         folder = self.work / variant.name
         folder.mkdir()
         return BACKENDS.get(variant.backend).make(Source(signature, graphs), variant, folder)
-
-    def _artifact(self, variant: Variant, graphs: dict[str, Path], signature: Signature) -> Artifact:
-        """Graphs where they lie."""
-        folder = next(iter(graphs.values())).parent
-        return Artifact(variant, signature, folder, {name: file.name for name, file in graphs.items()})
 
     def _judge(self, artifact: Artifact, sample: Sample) -> Verdict:
         backend, variant = BACKENDS.get(artifact.variant.backend), artifact.variant
@@ -243,6 +243,12 @@ def _signature(writer: Writer) -> Signature:
         outputs=(TensorSpec("logits", DType.FLOAT32, (BATCH, writer.spec.vocabulary)),),
         max_length=writer.spec.context,
     )
+
+
+def _lying(graphs: dict[str, Path], signature: Signature) -> Artifact:
+    """Graphs in fp32 where they lie."""
+    names = {name: file.name for name, file in graphs.items()}
+    return Artifact(Variant(_WRITER, Precision.FP32), signature, graphs[DECODER].parent, names)
 
 
 def _entry(artifact: Artifact, verdict: Verdict) -> VariantEntry:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hasten.core.generation import Sampling
 from hasten.core.tensors import FloatArray
-from hasten.generation.sampling import penalized
+from hasten.generation.sampling import largest, penalized
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class BeamSearch:
         scores = np.stack([self._scores(beam, row) for beam, row in zip(self.running, logits, strict=True)])
         flat = scores.ravel()
         count = min(max(2, 1 + len(self._end_ids)) * self.sampling.beams, len(flat))
-        places = np.argpartition(flat, len(flat) - count)[len(flat) - count :]
-        places = places[np.argsort(-flat[places], kind="stable")]
+        places = largest(flat, count)
+        places = places[np.argsort(-flat[places], kind="stable")][:count]
         return [(*divmod(int(place), logits.shape[1]), float(flat[place])) for place in places]
 
     def _scores(self, beam: Beam, logits: FloatArray) -> FloatArray:

@@ -10,7 +10,7 @@ from typing import Any
 from hasten.backends import BACKENDS, Artifact, Decoder, Decodes, RunOptions
 from hasten.bundle import Bundle
 from hasten.core.closing import Closing
-from hasten.core.errors import InputError, UnsupportedError
+from hasten.core.errors import InputError, StageError, UnsupportedError
 from hasten.core.generation import GenerationSpec, Sampling
 from hasten.core.tokenizer import Tokenizer
 from hasten.generation.chat import is_chat, is_continued
@@ -20,7 +20,7 @@ from hasten.generation.rows import Piece, Row
 from hasten.generation.writing import Writer
 from hasten.predictor import required, runnable
 
-# Texts that are written together: with more, a step takes longer without writing more.
+# Texts that are written together; more of them wait.
 SLOTS = 8
 
 
@@ -79,6 +79,7 @@ class Generator(Closing):
             for row in rows:
                 while not row.is_over:
                     self._step()
+                _check_finished(row)
         finally:
             self._forget(rows)
         return [["".join(pieces) for pieces in group] for group in texts]
@@ -100,6 +101,7 @@ class Generator(Closing):
                     continue
                 yield pieces[told]
                 told += 1
+            _check_finished(row)
         finally:
             self._forget([row])
 
@@ -112,7 +114,12 @@ class Generator(Closing):
 
     def _step(self) -> None:
         with self._lock:
-            self._writer.step()
+            try:
+                self._writer.step()
+            except BaseException:
+                # Of what was half done nobody knows what is in its slot.
+                self._writer.clear()
+                raise
 
     def _forget(self, rows: Sequence[Row]) -> None:
         """Free the slots of those that are not finished."""
@@ -140,6 +147,11 @@ def open_decoder(artifact: Artifact, options: RunOptions, slots: int) -> Decoder
     if not isinstance(backend, Decodes):
         raise UnsupportedError(f"the backend '{artifact.variant.backend}' runs no models that write")
     return backend.open_decoder(artifact, options, slots)
+
+
+def _check_finished(row: Row) -> None:
+    if row.finish is None:
+        raise StageError("the text was given up: the decoder failed on it in a step of another thread's")
 
 
 def ways_of(sampling: Sampling, num_return: int) -> list[Sampling]:

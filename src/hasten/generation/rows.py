@@ -83,9 +83,11 @@ class Course:
     def _tell(self, text: str, finish: Finish | None = None) -> None:
         if finish is not None:
             text += self._stops.add(self.row.text.end()) + self._stops.end()
-        self.row.finish = Finish.STOP if self._stops.is_met else finish
-        if (text or self.row.finish is not None) and not self.row.is_cancelled:
-            self.row.told(Piece(text, self.row.finish))
+        finish = Finish.STOP if self._stops.is_met else finish
+        if (text or finish is not None) and not self.row.is_cancelled:
+            self.row.told(Piece(text, finish))
+        # Last: another thread that sees it finished must have been told all of it.
+        self.row.finish = finish
 
 
 class Single(Course):

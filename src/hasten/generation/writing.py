@@ -79,6 +79,8 @@ class Writer:
 
     def free(self) -> None:
         """Free the slots of rows that are over; a step does it too."""
+        while self._waiting and self._waiting[0].is_cancelled:
+            self._waiting.popleft()
         # Asked once: a row may be cancelled meanwhile.
         is_over = [course.row.is_over for course in self._running]
         over = [course for course, ends in zip(self._running, is_over, strict=True) if ends]
@@ -97,8 +99,6 @@ class Writer:
 
     def _begin(self) -> bool:
         """Read the prompt that waited longest, if its slots are free; those behind it do not overtake it."""
-        while self._waiting and self._waiting[0].is_cancelled:
-            self._waiting.popleft()
         if not self._waiting or len(self._free) < self._waiting[0].sampling.beams:
             return False
         row = self._waiting.popleft()

@@ -51,8 +51,9 @@ class Caches:
             capacity *= 2
         self.capacity = capacity if self._limit is None else min(capacity, self._limit)
         for name, (heads, width) in self._sizes.items():
-            # Not zeroed: the system gives memory for what is written alone, so room that nobody uses costs none.
-            larger = np.empty((self._rows, heads, self.capacity, width), np.float32)
+            # Zeros, since what a row does not reach is multiplied by nothing, and nothing times no number is none. The
+            # system gives memory for what is written alone: room that nobody uses costs none.
+            larger = np.zeros((self._rows, heads, self.capacity, width), np.float32)
             if name in self._buffers:
                 for row, length in enumerate(self.lengths[:rows]):
                     larger[row, :, :length] = self._buffers[name][row, :, :length]
