@@ -61,6 +61,7 @@ class SentenceEncoder(Closing):
         prompts: dict[str, str] | None = None,
         default_prompt_name: str | None = None,
         truncate_dim: int | None = None,
+        data: str | Path | None = None,
         threads: int | None = None,
         trust_remote_code: bool = False,
         progress: Progress | None = None,
@@ -72,6 +73,7 @@ class SentenceEncoder(Closing):
             revision=revision,
             file_name=file_name,
             pooling=pooling,
+            data=str(data) if data is not None else None,
             trust_remote_code=trust_remote_code,
         )
         self.bundle = bundle_of(model, wish, progress)
