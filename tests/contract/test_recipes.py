@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -28,16 +29,20 @@ BLOCKS = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, tiny_classifier: Any, tiny_model: Any, tiny_embedder: Any) -> Path:
-    """Under the names that the page calls them by."""
+def models(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_classifier: Any,
+    tiny_model: Any,
+    tiny_embedder: Any,
+    quick_build: Any,
+) -> Path:
+    """Under the names that the page calls them by; those that are only named are bundles, which saves their build."""
     folder = tmp_path_factory.mktemp("page")
-    made = {
-        "classifier": tiny_classifier("bert"),
-        "qa": tiny_model("bert", "ForQuestionAnswering", positions=512, tokenizer_max_length=512),
-        "embedder": tiny_embedder(),
-    }
-    for name, model in made.items():
-        (folder / name).symlink_to(model)
+    (folder / "classifier").symlink_to(tiny_classifier("bert"))
+    quick_build(tiny_embedder(), folder / "embedder", variants=["onnxruntime-fp32"])
+    rows = folder / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "is this it?", "context": "the cat sat on the mat"}) + "\n")
+    quick_build(tiny_model("bert", "ForQuestionAnswering"), folder / "qa", variants=["onnxruntime-fp32"], data=rows)
     return folder
 
 
