@@ -29,7 +29,7 @@ def write_graph(model: Any, file: Path, *, external_data: bool) -> None:
     """One file, or the weights in a second one beside it."""
     import onnx
 
-    _drop_unread(model.graph)
+    drop_unread(model.graph)
     onnx.save_model(
         model,
         file,
@@ -70,7 +70,7 @@ def attribute(node: Any, name: str, default: Any) -> Any:
     return next((helper.get_attribute_value(entry) for entry in node.attribute if entry.name == name), default)
 
 
-def _drop_unread(graph: Any) -> None:
+def drop_unread(graph: Any) -> None:
     read = {entry.name for entry in graph.output}
     kept = []
     for node in reversed(graph.node):
