@@ -9,6 +9,7 @@ from typing import Literal
 from hasten.backends import RunOptions
 from hasten.bundle import Bundle, open_bundle
 from hasten.core.errors import PlanError, UnsupportedError
+from hasten.core.generation import TEXT2TEXT_GENERATION, WRITING
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Gate, Keep, Plan, Range, Shapes
 from hasten.core.progress import Progress
@@ -18,7 +19,12 @@ from hasten.predictor import Predictor, open_predictor
 from hasten.tasks import TASKS
 
 # What transformers calls them too.
-_ALIASES = {"ner": "token-classification", "sentiment-analysis": "text-classification"}
+_ALIASES = {
+    "ner": "token-classification",
+    "sentiment-analysis": "text-classification",
+    "summarization": TEXT2TEXT_GENERATION,
+    "translation": TEXT2TEXT_GENERATION,
+}
 
 
 def build(
@@ -139,8 +145,9 @@ def pipeline(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
-) -> Predictor:
-    """transformers' pipeline without transformers or PyTorch, and with the question answering that it lost.
+) -> Predictor | Generator:
+    """transformers' pipeline without transformers or PyTorch, and with the tasks that it lost: question answering,
+    summarization, translation.
 
     The model is a hub id, a directory or a bundle. What is not a bundle is built once, which does take PyTorch, and
     kept in the cache (`HASTEN_CACHE`): in fp32 unless another `precision` is named, the fastest that passes the gate
@@ -149,11 +156,10 @@ def pipeline(
     from hasten.core.variant import VariantChoice
     from hasten.on_demand import Wish, bundle_of, variant_of
 
-    name = _ALIASES.get(task, task)
-    if name not in TASKS.names():
+    name, known = _ALIASES.get(task, task), (*TASKS.names(), *WRITING)
+    if name not in known:
         raise PlanError(
-            f"there is no task '{task}'{did_you_mean(task, TASKS.names())}",
-            hint=f"one of {', '.join((*TASKS.names(), *_ALIASES))}",
+            f"there is no task '{task}'{did_you_mean(task, known)}", hint=f"one of {', '.join((*known, *_ALIASES))}"
         )
     choice = VariantChoice(backend, precision, device)
     wish = Wish(
@@ -170,6 +176,8 @@ def pipeline(
     own = bundle.manifest.task.name
     if own != name:
         raise PlanError(f"{model} is a bundle for {own}, not for {name}", hint=f"hasten.pipeline('{own}', …)")
+    if bundle.manifest.generation is not None:
+        return open_generator(bundle, variant_of(bundle, choice), RunOptions(threads))
     return open_predictor(bundle, variant_of(bundle, choice), RunOptions(threads))
 
 

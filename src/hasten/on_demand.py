@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from hasten.backends.onnxruntime import stored_precision
+from hasten.builder.detect import find_writing
 from hasten.builder.levels import of_precision
 from hasten.builder.source import IsBundleError, ModelDirectory, find_model, list_files
 from hasten.bundle import Bundle, open_bundle
@@ -33,6 +34,8 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 # Enough to rank two or three variants; whoever wants the table of all builds with `hasten build`.
 _BENCH_S = 10.0
 BEST = "best"
+# What runs models that write.
+_WRITER = "onnxruntime"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,10 @@ def _build(plan: Plan, place: Path, progress: Progress | None) -> Bundle:
 
 def _variants(plan: Plan, model: ModelDirectory, choice: VariantChoice) -> tuple[str, ...]:
     """None stands for all that a build tries by itself."""
+    if find_writing(model, plan) is not None:
+        return (
+            () if choice.precision == BEST else (f"{choice.backend or _WRITER}-{choice.precision or Precision.FP32}",)
+        )
     if choice.precision == BEST:
         if choice.backend is not None:
             raise PlanError("the best is looked for among all backends", hint="leave out backend, or name a precision")

@@ -84,7 +84,7 @@ class _Build(Staged):
             tokenizer_file = self.work / "tokenizer.json"
             save_tokenizer(loaded, tokenizer_file)
             configurations = self._folder("configurations")
-            save_configurations(loaded, configurations)
+            save_configurations(loaded.config, loaded.original_tokenizer, configurations)
             tokenizer = Tokenizer.open(tokenizer_file, loaded.tokenizer)
             check_tokenizer(tokenizer, loaded.original_tokenizer)
             notes.append(f"{loaded.architecture} for {loaded.task.name}, up to {loaded.signature.max_length} tokens")

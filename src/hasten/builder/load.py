@@ -304,12 +304,12 @@ def save_tokenizer(loaded: HasTokenizer, file: Path) -> None:
     backend.save(str(file))
 
 
-def save_configurations(loaded: Loaded, folder: Path) -> None:
+def save_configurations(config: Any, tokenizer: Any, folder: Path) -> None:
     """What transformers reads of a model beside weights and vocabulary: its pipelines ask for labels and limits."""
-    loaded.config.to_json_file(folder / "config.json")
+    config.to_json_file(folder / "config.json")
     name = "tokenizer_config.json"
     with tempfile.TemporaryDirectory(prefix="hasten-") as work:
-        loaded.original_tokenizer.save_pretrained(work)
+        tokenizer.save_pretrained(work)
         shutil.copyfile(Path(work) / name, folder / name)
 
 

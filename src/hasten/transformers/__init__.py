@@ -16,18 +16,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hasten.transformers.auto import (
         AutoModel,
+        AutoModelForCausalLM,
         AutoModelForMaskedLM,
         AutoModelForMultipleChoice,
         AutoModelForQuestionAnswering,
+        AutoModelForSeq2SeqLM,
         AutoModelForSequenceClassification,
         AutoModelForTokenClassification,
     )
 
 __all__ = [
     "AutoModel",
+    "AutoModelForCausalLM",
     "AutoModelForMaskedLM",
     "AutoModelForMultipleChoice",
     "AutoModelForQuestionAnswering",
+    "AutoModelForSeq2SeqLM",
     "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification",
 ]

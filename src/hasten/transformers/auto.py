@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from hasten.bundle import Bundle
     from hasten.core.progress import Progress
-    from hasten.transformers.model import Model
+    from hasten.core.variant import VariantChoice
 
 # What transformers and Optimum call it, to what it is here.
 _INSTEAD = {
@@ -49,7 +50,7 @@ class _Auto:
         trust_remote_code: bool = False,
         progress: Progress | None = None,
         **others: object,
-    ) -> Model:
+    ) -> Any:
         """A model that answers like transformers' own: a hub id, a directory or a bundle.
 
         Without `precision` in fp32, or as the ONNX graph `file_name` is; `precision="best"` is the fastest of all that
@@ -58,7 +59,6 @@ class _Auto:
         """
         from hasten.core.variant import VariantChoice
         from hasten.on_demand import Wish, bundle_of
-        from hasten.transformers.model import open_model
 
         for name in others:
             _refuse(name)
@@ -72,12 +72,36 @@ class _Auto:
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )
-        return open_model(bundle_of(model, wish, progress), cls.__name__, cls.output, choice, threads)
+        return cls._open(bundle_of(model, wish, progress), choice, threads)
+
+    @classmethod
+    def _open(cls, bundle: Bundle, choice: VariantChoice, threads: int | None) -> Any:
+        from hasten.transformers.model import open_model
+
+        return open_model(bundle, cls.__name__, cls.output, choice, threads)
+
+
+class _AutoWriter(_Auto):
+    output = "text"
+
+    @classmethod
+    def _open(cls, bundle: Bundle, choice: VariantChoice, threads: int | None) -> Any:
+        from hasten.transformers.writer import open_writer
+
+        return open_writer(bundle, cls.__name__, cls.task, choice, threads)
 
 
 class AutoModel(_Auto):
     task = "feature-extraction"
     output = "BaseModelOutput"
+
+
+class AutoModelForCausalLM(_AutoWriter):
+    task = "text-generation"
+
+
+class AutoModelForSeq2SeqLM(_AutoWriter):
+    task = "text2text-generation"
 
 
 class AutoModelForMaskedLM(_Auto):

@@ -14,7 +14,7 @@ from hasten.bundle.write import check_target
 from hasten.core.errors import StageError, missing_package
 from hasten.core.staging import Staging
 
-_CONFIGURATIONS = ("config.json", "tokenizer_config.json")
+_CONFIGURATIONS = ("config.json", "generation_config.json", "tokenizer_config.json")
 
 
 def save(bundle: Bundle, target: Path) -> None:

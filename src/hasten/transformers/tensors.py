@@ -64,6 +64,14 @@ def unpadded(given: Mapping[str, Tensor], signature: Signature) -> Rows:
     return Rows(Batch(values, lengths), is_real, width)
 
 
+def rows_of(given: Mapping[str, Tensor]) -> list[list[int]]:
+    """Each row's own tokens."""
+    ids, is_real = _array(given[IDS]), _real(given)
+    if not ids.size:
+        raise InputError(f"{IDS} is empty: {ids.shape[0]} rows of {ids.shape[1]} tokens")
+    return [(row if is_real is None else row[is_real[place]]).tolist() for place, row in enumerate(ids)]
+
+
 def padded(output: FloatArray, spec: TensorSpec, rows: Rows, mask_id: int | None) -> Tensor:
     """As the module would give it. Zeros stand where it computes padding, which nobody reads.
 
