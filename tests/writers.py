@@ -13,8 +13,17 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 import tiny
-from hasten.core.generation import GenerationSpec
+from hasten.backends import BACKENDS, DECODER, Artifact, Decoder, Decodes, RunOptions
+from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
+from hasten.bundle.manifest import SCHEMA, ModelOrigin
+from hasten.core.generation import TEXT_GENERATION, GenerationSpec
+from hasten.core.hardware import this_machine
+from hasten.core.plan import Gate
+from hasten.core.report import Agreement
+from hasten.core.tensors import Signature
 from hasten.core.tokenizer import Tokenizer, TokenizerSpec
+from hasten.core.variant import Precision, Variant
+from hasten.tasks import TaskSpec
 
 CONTEXT = 64
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
@@ -192,16 +201,47 @@ class PlainDecoder:
         return made.logits[:, -1].numpy().copy()
 
 
-def onnx_decoder(module: Any, folder: Path, slots: int = 8) -> Any:
-    """The real one: the module's graph in ONNX Runtime, exported once."""
-    from hasten.backends import DECODER, Artifact, RunOptions
-    from hasten.backends.onnxruntime.decoder import DecoderSession
+def artifact(module: Any, folder: Path) -> Artifact:
+    """The module's graph, exported once."""
     from hasten.builder.decoder import export_decoder, rotation_tables
-    from hasten.core.tensors import Signature
-    from hasten.core.variant import Precision, Variant
 
     if not (folder / "decoder.onnx").exists():
         export_decoder(module, folder / "decoder.onnx", rotation_tables(module, CONTEXT))
     variant = Variant("onnxruntime", Precision.FP32)
-    artifact = Artifact(variant, Signature((), (), max_length=CONTEXT), folder, {DECODER: "decoder.onnx"})
-    return DecoderSession(artifact, RunOptions(1), slots)
+    return Artifact(variant, Signature((), (), max_length=CONTEXT), folder, {DECODER: "decoder.onnx"})
+
+
+def onnx_decoder(module: Any, folder: Path, slots: int = 8) -> Decoder:
+    """The real one."""
+    backend = BACKENDS.get("onnxruntime")
+    assert isinstance(backend, Decodes)
+    return backend.open_decoder(artifact(module, folder), RunOptions(1), slots)
+
+
+def bundle(module: Any, backend: tokenizers.Tokenizer, folder: Path, spec: GenerationSpec) -> Bundle:
+    """What a build would write, without the minute in which it proves and measures."""
+    made = folder / "made"
+    made.mkdir()
+    fp32 = artifact(module, made)
+    backend.save(str(folder / "tokenizer.json"))
+    agreement = Agreement("same word", 1.0, 1, 0.0, 0.0, 1.0)
+    entry = VariantEntry("onnxruntime-fp32", "onnxruntime", Precision.FP32, "cpu", (), dict(fp32.graphs), agreement)
+    manifest = Manifest(
+        schema=SCHEMA,
+        hasten="0",
+        created="2026-01-02T03:04:05+00:00",
+        model=ModelOrigin("acme/writer", None, type(module).__name__),
+        task=TaskSpec(TEXT_GENERATION),
+        tokenizer=TokenizerSpec(("input_ids",), CONTEXT),
+        signature=fp32.signature,
+        graphs={},
+        variants=(entry,),
+        gate=Gate(),
+        machine=this_machine(),
+        files={},
+        generation=spec,
+    )
+    with BundleWriter(folder / "bundle") as writer:
+        writer.add_variant(fp32)
+        writer.add_tokenizer(folder / "tokenizer.json")
+        return writer.commit(manifest)

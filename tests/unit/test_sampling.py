@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hasten.core.errors import InputError
 from hasten.core.generation import Sampling
 from hasten.generation.options import sampling_of
-from hasten.generation.sampling import Chooser, candidates, penalized
+from hasten.generation.sampling import Chooser, candidates, largest, penalized
 
 DRAWN = Sampling(temperature=1.0)
 
@@ -99,6 +99,14 @@ def test_there_is_always_a_token(
     ids, weights = candidates(np.array(logits, np.float32), sampling)
     assert token in ids
     assert int(np.argmax(logits)) in [int(place) for place in ids[weights == weights.max()]]
+
+
+@given(st.lists(st.integers(-30, 30), min_size=1, max_size=700), st.data())
+def test_the_largest_are_found_in_runs(values: list[int], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(values)))
+    array = np.array(values, np.float32)
+    least = sorted(values)[-count]
+    assert largest(array, count).tolist() == [place for place, value in enumerate(values) if value >= least]
 
 
 def test_tokens_outside_of_the_logits_are_not_penalized() -> None:

@@ -25,6 +25,10 @@ _NAME = "hasten"
 # Contrib operators are the same in all; from here on norms over a last axis are one operator.
 OPSET = 17
 _ROTATE = "apply_rotary_pos_emb"
+# The operator rotates whole eights of a head.
+_ROTATED_EIGHTS = 8
+# Those that were tried (tests/contract/test_generation_build.py); others that attend in the same way may do as well.
+_KNOWN = "Llama, Qwen2, Qwen3, Mistral, Gemma, Phi, OLMo, Granite, StarCoder2, GPT-NeoX, OPT, GPT-2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,9 @@ class _Trace:
     ) -> tuple[torch.Tensor, None]:
         """The signature is transformers'; layers come in their order."""
         if s_aux is not None:
-            raise UnsupportedError("its attention has sinks")
+            raise UnsupportedError(
+                f"{type(module).__name__} attends to sinks, which is not written yet", hint=f"these work: {_KNOWN}"
+            )
         place = len(self.present) // 2
         heads, width = query.shape[1], query.shape[-1]
         about = _Layer(
@@ -168,7 +174,8 @@ class Decoder(torch.nn.Module):
             logits = self.model(input_ids=input_ids, position_ids=positions, use_cache=False).logits
         if len(trace.present) != len(past):
             raise UnsupportedError(
-                f"{type(self.model).__name__} does not attend through transformers' attention interface in all layers"
+                f"{type(self.model).__name__} does not attend through transformers' attention interface in all layers",
+                hint=f"these do: {_KNOWN}",
             )
         return logits[:, 0], *trace.present
 
@@ -228,11 +235,15 @@ def rotation_tables(model: Any, context: int) -> tuple[torch.Tensor, torch.Tenso
     makers = [part for part in model.modules() if type(part).__name__.endswith("RotaryEmbedding")]
     if len(makers) != 1 or not _rotating(model):
         return None
-    with torch.inference_mode():
-        positions = torch.arange(context)[None]
-        cosines, sines = makers[0](torch.zeros(1, 1, 1), positions)
+    try:
+        with torch.inference_mode():
+            cosines, sines = makers[0](torch.zeros(1, 1, 1), torch.arange(context)[None])
+    except TypeError:  # it wants to know more: a table for each kind of layer
+        return None
     half = cosines.shape[-1] // 2
-    return tuple(table[0, :, :half].clone().contiguous() for table in (cosines, sines))  # type: ignore[return-value]
+    if half % _ROTATED_EIGHTS:
+        return None
+    return cosines[0, :, :half].clone(), sines[0, :, :half].clone()
 
 
 def export_decoder(model: Any, file: Path, tables: tuple[torch.Tensor, torch.Tensor] | None) -> None:

@@ -62,7 +62,7 @@ def _generate(module: Any, prompt: IntArray, tokens: int, starts: Sequence[int])
             found = module.generate(ids, attention_mask=torch.ones_like(ids), generation_config=plain, **first)
     finally:
         module.generation_config = told
-    return found[0, len(starts) or len(prompt) :].numpy().astype(np.int32)
+    return np.asarray(found[0, len(starts) or len(prompt) :].numpy(), np.int32)
 
 
 def _logits(module: Any, prompt: IntArray, tokens: IntArray, starts: Sequence[int]) -> FloatArray:

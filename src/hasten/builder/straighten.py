@@ -20,7 +20,10 @@ def straighten(model: Any) -> Any:
     """A graph that computes the same."""
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
-    known = SymbolicShapeInference.infer_shapes(model, auto_merge=True)
+    try:
+        known = SymbolicShapeInference.infer_shapes(model, auto_merge=True)
+    except Exception:  # it asserts what not every graph fulfils, and a graph as it was traced is right too
+        return model
     values = (*known.graph.value_info, *known.graph.input, *known.graph.output)
     shapes = {value.name: _dimensions(value) for value in values}
     shapes |= {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
@@ -99,15 +102,17 @@ def _join_products(graph: Any) -> None:
     weights = {tensor.name: tensor for tensor in graph.initializer}
     for node in [node for node in graph.node if node.op_type == _ATTENTION]:
         parts = [_product(makers.get(name), makers, weights, readers) for name in node.input[:3]]
-        if None in parts or len({part[0].input[0] for part in parts}) > 1:  # type: ignore[index]
+        found = [part for part in parts if part is not None]
+        if len(found) < len(parts) or len({product.input[0] for product, _ in found}) > 1:
             continue
-        products, biases = zip(*parts, strict=True)  # type: ignore[arg-type]
+        products, biases = [product for product, _ in found], [bias for _, bias in found]
         if len({bias is None for bias in biases}) > 1:
             continue
         base = products[0].output[0]
-        made = []
-        for kind, names in (("MatMul", [one.input[1] for one in products]), ("Add", biases)):
-            if names[0] is None:
+        made: list[Any] = []
+        for kind, all_names in (("MatMul", [one.input[1] for one in products]), ("Add", biases)):
+            names = [name for name in all_names if name is not None]
+            if not names:
                 continue
             joined = np.concatenate([numpy_helper.to_array(weights[name]) for name in names], axis=-1)
             graph.initializer.append(numpy_helper.from_array(joined, f"{names[0]}_joined"))

@@ -60,9 +60,9 @@ class Generator(Closing):
         read = [read_prompt(prompt, self.spec, self.tokenizer) for prompt in given_ones]
         if return_full_text is None:
             return_full_text = not self.spec.start_ids
-        texts = self.write(read, _ways(sampling, num_return))
+        texts = self.write(read, ways_of(sampling, num_return))
         answers = [
-            [{"generated_text": _full(prompt, text) if return_full_text else text} for text in group]
+            [{"generated_text": full_text(prompt.given, text) if return_full_text else text} for text in group]
             for prompt, group in zip(read, texts, strict=True)
         ]
         return answers[0] if many is None else answers
@@ -142,7 +142,7 @@ def open_decoder(artifact: Artifact, options: RunOptions, slots: int) -> Decoder
     return backend.open_decoder(artifact, options, slots)
 
 
-def _ways(sampling: Sampling, num_return: int) -> list[Sampling]:
+def ways_of(sampling: Sampling, num_return: int) -> list[Sampling]:
     """As many different texts of one prompt as were asked for."""
     if isinstance(num_return, bool) or not isinstance(num_return, int) or num_return < 1:
         raise InputError(f"num_return is {num_return!r}; it must be a whole number, at least 1")
@@ -155,13 +155,13 @@ def _ways(sampling: Sampling, num_return: int) -> list[Sampling]:
     return [replace(sampling, seed=sampling.seed + place) for place in range(num_return)]
 
 
-def _full(prompt: Prompt, text: str) -> Any:
+def full_text(given: Any, text: str) -> Any:
     """The prompt and what was written after it, as transformers' pipelines put them together."""
-    if isinstance(prompt.given, str):
-        return prompt.given + text
-    if not prompt.is_chat:
+    if isinstance(given, str):
+        return given + text
+    if not is_chat(given):
         return text
-    messages: list[Mapping[str, Any]] = list(prompt.given)
+    messages: list[Mapping[str, Any]] = list(given)
     if is_continued(messages):
         return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + text}]
     return [*messages, {"role": "assistant", "content": text}]

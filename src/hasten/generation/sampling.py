@@ -5,7 +5,7 @@ Row by row: one row is a whole vocabulary already, and rows ask for different th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from hasten.core.tensors import FloatArray, IntArray
 # So many of the likeliest nearly always hold the share that top-p asks for: sorting a vocabulary takes longer than
 # all else here.
 _HEAD = 256
+# Values whose maximum is taken together, to find the largest of many.
+_RUN = 64
 
 
 class Chooser:
@@ -34,17 +36,18 @@ class Chooser:
         if self.sampling.temperature == 0:
             return int(np.argmax(logits))
         ids, weights = candidates(logits, self.sampling)
-        reached = np.cumsum(weights)
+        reached = np.cumsum(weights, dtype=np.float64)
         place = int(np.searchsorted(reached, self._random.random() * reached[-1], side="right"))
         return int(ids[min(place, len(ids) - 1)])
 
 
-def penalized(logits: FloatArray, seen: Iterable[int], penalty: float) -> FloatArray:
+def penalized(logits: FloatArray, seen: Collection[int], penalty: float) -> FloatArray:
     """Tokens that were there before, less likely."""
     if penalty == 1:
         return logits
-    # Padding of the embedding may give a prompt ids that no logit stands for.
-    ids = np.array([token for token in seen if token < len(logits)], np.int64)
+    ids = np.fromiter(seen, np.int64, len(seen))
+    # An embedding may know tokens that no logit stands for.
+    ids = ids[ids < len(logits)]
     changed = logits.astype(np.float32, copy=True)
     before = changed[ids]
     changed[ids] = np.where(before < 0, before * np.float32(penalty), before / np.float32(penalty))
@@ -52,14 +55,12 @@ def penalized(logits: FloatArray, seen: Iterable[int], penalty: float) -> FloatA
 
 
 def candidates(logits: FloatArray, sampling: Sampling) -> tuple[IntArray, FloatArray]:
-    """The tokens that may come next, the likeliest first where that matters, each with a weight of its probability."""
-    scaled = logits.astype(np.float64) / sampling.temperature
-    ids = np.arange(len(scaled))
-    if 0 < sampling.top_k < len(scaled):
-        # Not argpartition: of tokens that tie with the last one, transformers keeps all.
-        least = np.partition(scaled, -sampling.top_k)[-sampling.top_k]
-        ids = np.flatnonzero(scaled >= least)
-    weights = np.exp(scaled[ids] - scaled.max())
+    """The tokens that may come next, each with a weight in proportion to its probability."""
+    ids, kept_logits = np.arange(len(logits)), logits
+    if 0 < sampling.top_k < len(logits):
+        ids = largest(logits, sampling.top_k)
+        kept_logits = logits[ids]
+    weights = np.exp((kept_logits - logits.max()) / np.float32(sampling.temperature))
     if sampling.top_p < 1:
         kept = _nucleus(weights, sampling.top_p)
         ids, weights = ids[kept], weights[kept]
@@ -69,14 +70,25 @@ def candidates(logits: FloatArray, sampling: Sampling) -> tuple[IntArray, FloatA
     return ids, weights
 
 
+def largest(values: FloatArray, count: int) -> IntArray:
+    """Places of so many of the largest, and of those that tie with the last of them, as transformers keeps them."""
+    places = np.arange(len(values))
+    runs = len(values) // _RUN
+    if runs >= count:
+        # So many runs have a maximum of at least this, so many values then do: looking through those few is all.
+        maxima = values[: runs * _RUN].reshape(runs, _RUN).max(axis=1)
+        places = np.flatnonzero(values >= np.partition(maxima, runs - count)[runs - count])
+    among = values[places]
+    return places[among >= np.partition(among, len(among) - count)[len(among) - count]]
+
+
 def _nucleus(weights: FloatArray, share: float) -> IntArray:
     """Places of the likeliest that together have this share, and at least one."""
-    needed = share * weights.sum()
-    size = len(weights)
-    head = np.argpartition(weights, size - _HEAD)[size - _HEAD :] if size > _HEAD else np.arange(size)
-    if weights[head].sum() < needed:
-        head = np.arange(size)
+    needed = share * weights.sum(dtype=np.float64)
+    head = largest(weights, _HEAD) if len(weights) > _HEAD else np.arange(len(weights))
+    if weights[head].sum(dtype=np.float64) < needed:
+        head = np.arange(len(weights))
     order = head[np.argsort(-weights[head], kind="stable")]
-    before = np.cumsum(weights[order]) - weights[order]
-    kept = order[before < needed]
-    return kept if len(kept) else order[:1]
+    sums = np.cumsum(weights[order], dtype=np.float64)
+    count = int(np.searchsorted(sums, needed)) + 1
+    return order[:count]

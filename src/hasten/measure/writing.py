@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -36,6 +37,9 @@ class Read:
     prompt: IntArray
     tokens: IntArray
     log_likelihoods: FloatArray
+
+
+Followed = TypeVar("Followed", Answered, Read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,7 @@ def _read(decoder: Decoder, texts: Sequence[Read], progress: Progress) -> Iterat
         yield log_likelihoods(logits, text.tokens)
 
 
-def _follow(decoder: Decoder, rows: Sequence[Answered | Read]) -> Iterator[tuple[Answered | Read, FloatArray]]:
+def _follow(decoder: Decoder, rows: Sequence[Followed]) -> Iterator[tuple[Followed, FloatArray]]:
     """The logits for each token of a row, the ones before it given; as many rows together as there are slots."""
     for start in range(0, len(rows), decoder.slots):
         group = rows[start : start + decoder.slots]
@@ -121,9 +125,9 @@ def _follow(decoder: Decoder, rows: Sequence[Answered | Read]) -> Iterator[tuple
         yield from zip(group, map(np.stack, found), strict=True)
 
 
-def _metric(rows: object) -> Metric | None:
+def _metric(rows: Iterable[FloatArray]) -> Metric | None:
     """Higher is better: the inverse of the perplexity, which people know it by."""
-    found = list(rows)  # type: ignore[call-overload]
+    found = list(rows)
     if not found:
         return None
     all_of = np.concatenate(found)
