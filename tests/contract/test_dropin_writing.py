@@ -46,7 +46,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 12},
-    "until it is so long": {"max_length": 20},
+    "until it is so long": {"max_length": 40},
     "not again": {"max_new_tokens": 12, "repetition_penalty": 1.5},
     "beams": {"max_new_tokens": 10, "num_beams": 3},
     "beams for long texts": {"max_new_tokens": 10, "num_beams": 2, "length_penalty": 2.0},
@@ -55,11 +55,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("given", OPTIONS.values(), ids=list(OPTIONS))
 def test_the_same_tokens(given: dict[str, Any], pair: Pair) -> None:
-    inputs = pair.inputs(PROMPTS)
-    expected = pair.theirs.generate(**inputs, do_sample=False, **given)
-    found = pair.ours.generate(**inputs, do_sample=False, **given)
-    assert found.dtype == expected.dtype
-    assert found.tolist() == expected.tolist()
+    # Of a padded prompt transformers counts the padding as repeated; here it is no part of the text.
+    batches = [[prompt] for prompt in PROMPTS] if "repetition_penalty" in given else [PROMPTS]
+    for prompts in batches:
+        inputs = pair.inputs(prompts)
+        expected = pair.theirs.generate(**inputs, do_sample=False, **given)
+        found = pair.ours.generate(**inputs, do_sample=False, **given)
+        assert found.dtype == expected.dtype
+        assert found.tolist() == expected.tolist()
 
 
 def test_texts_that_end_are_padded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +117,11 @@ def test_stop_strings(pair: Pair) -> None:
     inputs = pair.inputs(PROMPTS[:1])
     width = inputs["input_ids"].shape[1]
     whole = pair.ours.generate(**inputs, do_sample=False, max_new_tokens=10)[0, width:]
-    stop = pair.tokenizer.decode(whole[4:5]).strip() or pair.tokenizer.decode(whole[3:5]).strip()
+    texts = [pair.tokenizer.decode(whole[place : place + 1]).strip() for place in range(2, 8)]
+    # Bytes that are no characters are no text to stop at.
+    stop = next((text for text in texts if text.isascii() and text), None)
+    if stop is None:
+        pytest.skip("the model writes no letter here")
     options = {"do_sample": False, "max_new_tokens": 10, "stop_strings": [stop], "tokenizer": pair.tokenizer}
     assert pair.ours.generate(**inputs, **options).tolist() == pair.theirs.generate(**inputs, **options).tolist()
 
