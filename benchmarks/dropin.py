@@ -21,7 +21,7 @@ import msgspec
 from hasten.core.hardware import this_machine
 
 HERE = Path(__file__).parent
-ROUNDS = 7
+ROUNDS = 5
 IMPORT = "import time; begin = time.perf_counter()\n{}\nprint((time.perf_counter() - begin) * 1e3)"
 IMPORTS = {
     "transformers": "from transformers import AutoTokenizer",
