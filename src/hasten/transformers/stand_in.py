@@ -87,7 +87,10 @@ class StandIn:
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None, **options: Any
     ) -> str:
-        """The same to a repository on the hub; returns its address. from_pretrained takes it by its id."""
+        """The same to a repository on the hub; returns its address. from_pretrained takes it by its id.
+
+        It holds the texts that it was judged on: mind that where they are your own `data`.
+        """
         return push(self.bundle, repo_id, private=private, token=token, **options)
 
     def __repr__(self) -> str:
