@@ -7,19 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import requiring
 import tiny
-
-if TYPE_CHECKING:
-    from hasten.backends import Artifact
-    from hasten.core.report import Bench, Timing
-    from hasten.core.tensors import Shape
+from untimed import untimed
 
 # Read by these libraries when they are imported, so set before any test can.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -200,15 +196,8 @@ def quick_build(tmp_path_factory: pytest.TempPathFactory, texts_file: Path) -> Q
 
     def build(model: Path | str, output: Path | None = None, *, speeds: dict[str, float] | None = None, **options: Any):
         import hasten
-        from hasten.core.report import Bench, Footprint
 
-        def timed(contenders: Sequence[Artifact], shapes: Sequence[Shape], *_: object, **__: object) -> Bench:
-            names = [artifact.variant.name for artifact in contenders]
-            timings = tuple(_timing(name, shapes[0], (speeds or {}).get(name, 1.0)) for name in names)
-            return Bench(names[0], timings, tuple(Footprint(name, 1.0, 1, 1) for name in names))
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hasten.builder.build.bench", timed)
+        with untimed(speeds):
             target = output or tmp_path_factory.mktemp("bundles") / "bundle"
             # One thread: handing work this small to a second one takes longer than doing it.
             return hasten.build(model, target, **({"data": texts_file, "threads": 1} | options))
@@ -234,23 +223,6 @@ def real_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 def real_data() -> Path:
     """The directory with sst2_validation.jsonl and its like."""
     return _outside("HASTEN_REAL_DATA", "a directory with sst2_validation.jsonl")
-
-
-def _timing(variant: str, shape: Shape, ms: float) -> Timing:
-    from hasten.core.report import Timing
-    from hasten.core.statistics import Interval
-
-    return Timing(
-        variant=variant,
-        shape=shape,
-        samples=1,
-        p50_ms=ms,
-        p90_ms=ms,
-        p99_ms=None,
-        sentences_per_s=shape.batch * 1e3 / ms,
-        speedup=Interval(1.0, 1.0, 1.0),
-        round_medians_ms=(ms,),
-    )
 
 
 def _outside(variable: str, what: str) -> Path:

@@ -4,6 +4,9 @@
     embed = hasten.load(bundle.path)
     embed(["a text", "another"])
 
+    answer = hasten.pipeline("question-answering", "deepset/minilm-uncased-squad2")  # built once, without PyTorch after
+    answer(question="What is it?", context="It is a transformer.")
+
     hasten.accelerate(model)  # a transformers model on a GPU, which stays one
 
 Names are imported when first used: `import hasten` loads no library.
@@ -19,7 +22,7 @@ from hasten.core.version import __version__
 
 if TYPE_CHECKING:
     from hasten.acceleration import accelerate, restore
-    from hasten.api import build, load
+    from hasten.api import build, load, pipeline
     from hasten.bundle import Bundle
     from hasten.core.errors import (
         AccuracyError,
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     )
     from hasten.generation.generator import Generator
     from hasten.predictor import Predictor
+    from hasten.sentence_encoder import SentenceEncoder
 
 # Since 1.29 ONNX Runtime reports on models and machine to its maker, and keeps a number it knows the user by, unless
 # this is set before it loads. Models and data are nobody else's business; a value that is there already stays.
@@ -42,9 +46,11 @@ _HOMES = {
     "restore": "hasten.acceleration",
     "build": "hasten.api",
     "load": "hasten.api",
+    "pipeline": "hasten.api",
     "Bundle": "hasten.bundle",
     "Generator": "hasten.generation.generator",
     "Predictor": "hasten.predictor",
+    "SentenceEncoder": "hasten.sentence_encoder",
     **dict.fromkeys(
         (
             "AccuracyError",
@@ -68,12 +74,14 @@ __all__ = [
     "InputError",
     "PlanError",
     "Predictor",
+    "SentenceEncoder",
     "StageError",
     "UnsupportedError",
     "__version__",
     "accelerate",
     "build",
     "load",
+    "pipeline",
     "restore",
 ]
 

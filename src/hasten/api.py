@@ -1,4 +1,4 @@
-"""`hasten.build` and `hasten.load`: the keyword arguments people type, turned into a plan or a predictor."""
+"""`hasten.build`, `hasten.load`, `hasten.pipeline`: the keyword arguments people type, made a plan or a predictor."""
 
 from __future__ import annotations
 
@@ -9,10 +9,22 @@ from typing import Literal
 from hasten.backends import RunOptions
 from hasten.bundle import Bundle, open_bundle
 from hasten.core.errors import PlanError, UnsupportedError
+from hasten.core.generation import TEXT2TEXT_GENERATION, WRITING
+from hasten.core.hardware import this_machine
 from hasten.core.plan import Gate, Keep, Plan, Range, Shapes
 from hasten.core.progress import Progress
+from hasten.core.registry import did_you_mean
 from hasten.generation.generator import Generator, open_generator
 from hasten.predictor import Predictor, open_predictor
+from hasten.tasks import TASKS
+
+# What transformers calls them too.
+_ALIASES = {
+    "ner": "token-classification",
+    "sentiment-analysis": "text-classification",
+    "summarization": TEXT2TEXT_GENERATION,
+    "translation": TEXT2TEXT_GENERATION,
+}
 
 
 def build(
@@ -27,6 +39,8 @@ def build(
     batch_size: int | Sequence[int] = (1, 8, 32),
     seq_len: int | Sequence[int] = (16, 128, 256),
     variants: str | Sequence[str] = (),
+    level: Literal["O1", "O2", "O3", "O4"] | None = None,
+    preset: Literal["amx", "avx512_vnni", "avx512", "avx2", "arm64"] | None = None,
     device: Literal["cpu", "cuda"] | None = None,
     data: str | Path | None = None,
     calibration: str | Path | None = None,
@@ -49,14 +63,22 @@ def build(
 
     `model` is a hub id, a directory, or an object: a model of transformers or peft together with its `tokenizer`, a
     SentenceTransformer or a CrossEncoder; the object is left as it was. `file_name` names an ONNX graph of the model
-    to build from. `device` says whose variants are tried, cpu or cuda; without it a GPU's if one can be used. Without
-    `output` the bundle goes to the cache (`HASTEN_CACHE`) and replaces the one of the same name there.
+    to build from. Instead of `variants`, `level` and `preset` name them as Optimum's optimizer and quantizer do: how
+    far to optimize, and the processor to quantize for. `device` says whose variants are tried, cpu or cuda; without
+    it a GPU's if one can be used. Without `output` the bundle goes to the cache (`HASTEN_CACHE`) and replaces the one
+    of the same name there.
     """
     from hasten.builder.build import build as run
     from hasten.builder.memory import name_of, saved
 
     if keep not in list(Keep):
         raise PlanError(f"keep is '{keep}'", hint=f"one of {', '.join(Keep)}")
+    if level is not None or preset is not None:
+        from hasten.builder.levels import of_level
+
+        if variants or recipe is not None or target is not None:
+            raise PlanError("level and preset name variants and target themselves", hint="leave one or the other out")
+        variants, target = of_level(level, preset, this_machine()), preset
     plan = Plan(
         model=name_of(model),
         revision=revision,
@@ -106,6 +128,57 @@ def load(
     from hasten.measure.strict import open_proven
 
     return open_proven(bundle, variant, options)
+
+
+def pipeline(
+    task: str,
+    model: str | Path,
+    *,
+    backend: str | None = None,
+    precision: str | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
+    file_name: str | None = None,
+    revision: str | None = None,
+    pooling: str | None = None,
+    data: str | Path | None = None,
+    threads: int | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Predictor | Generator:
+    """transformers' pipeline without transformers or PyTorch, and with the tasks that it lost: question answering,
+    summarization, translation.
+
+    The model is a hub id, a directory or a bundle. What is not a bundle is built once, which does take PyTorch, and
+    kept in the cache (`HASTEN_CACHE`): in fp32 unless another `precision` is named, the fastest that passes the gate
+    with "best".
+    """
+    from hasten.core.variant import VariantChoice
+    from hasten.on_demand import Wish, bundle_of, variant_of
+
+    name, known = _ALIASES.get(task, task), (*TASKS.names(), *WRITING)
+    if name not in known:
+        raise PlanError(
+            f"there is no task '{task}'{did_you_mean(task, known)}", hint=f"one of {', '.join((*known, *_ALIASES))}"
+        )
+    choice = VariantChoice(backend, precision, device)
+    wish = Wish(
+        task=name,
+        choice=choice,
+        revision=revision,
+        file_name=file_name,
+        pooling=pooling,
+        data=str(data) if data is not None else None,
+        allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
+    )
+    bundle = bundle_of(model, wish, progress)
+    own = bundle.manifest.task.name
+    if own != name:
+        raise PlanError(f"{model} is a bundle for {own}, not for {name}", hint=f"hasten.pipeline('{own}', …)")
+    if bundle.manifest.generation is not None:
+        return open_generator(bundle, variant_of(bundle, choice), RunOptions(threads))
+    return open_predictor(bundle, variant_of(bundle, choice), RunOptions(threads))
 
 
 def _numbers(value: int | Sequence[int]) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,15 +12,9 @@ import pytest
 
 from hasten.backends import BACKENDS
 from hasten.core.variant import Precision, Variant
+from imported import modules_after
 
 HEAVY = {"torch", "transformers", "onnx", "sentence_transformers", "huggingface_hub", "safetensors"}
-
-
-def modules_after(code: str, *arguments: str) -> set[str]:
-    """The top-level modules that code adds to those of a bare interpreter."""
-    program = f"import json, sys\nbefore = set(sys.modules)\n{code}\nprint(json.dumps([*set(sys.modules) - before]))"
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
-    return {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
 
 
 def test_importing_hasten_imports_no_library() -> None:

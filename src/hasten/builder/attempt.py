@@ -28,12 +28,13 @@ from hasten.measure.fault import with_fault
 from hasten.measure.verify import Expectation, expect, verify
 from hasten.predictor import Predictor
 from hasten.quantize.calibration import Calibration
+from hasten.quantize.gelu import approximate_gelu
 from hasten.quantize.half import halve
 from hasten.quantize.make import make_graph
 from hasten.quantize.overflow import describe, overflows
 from hasten.quantize.recipe import FILE, Method, Recipe
 from hasten.quantize.recipes import Recipes
-from hasten.quantize.ways import is_quantized
+from hasten.quantize.ways import Way, is_quantized
 from hasten.tasks import TASKS, Row
 
 Original: TypeAlias = LoadedModel | LoadedGraph
@@ -148,6 +149,8 @@ class Attempts:
             if not is_openvino:
                 self.passes.append(record("quantize", graph, quantized, variants=[variant.name]))
             graph = quantized
+        elif dialect is Dialect.ORT and Way.GELU in variant.ways:
+            graph = self._approximated(variant, graph)
         workspace = self.plan.workspace_mib
         source = Source(
             self.loaded.signature,
@@ -161,6 +164,18 @@ class Attempts:
         # OpenVINO and TensorRT make their own.
         is_ours = dialect is Dialect.ORT_CUDA and self.loaded.precision is Precision.FP32
         return self._halved(variant, guarded) if is_ours else guarded
+
+    def _approximated(self, variant: Variant, graph: Path) -> Path:
+        """In fp32, with GELU by its cheaper formula: held to the same bound as any fp32."""
+        import onnx
+
+        _, folder = self._folders(variant)
+        folder.mkdir()
+        model, file = onnx.load(graph), folder / graph.name
+        count = approximate_gelu(model)
+        onnx.save_model(model, file, save_as_external_data=is_large(graph), location=f"{file.name}.data")
+        self.passes.append(record("gelu", graph, file, variants=[variant.name], notes=[f"{count} GELUs approximated"]))
+        return file
 
     def _guarded(self, variant: Variant, source: Source) -> Source:
         """What leaves the range of fp16 on the rows is to stay in fp32."""

@@ -16,7 +16,7 @@ from hasten.builder.choose import GRAPH, compared_with, explain, front, rank
 from hasten.builder.export import IR_VERSION, OPSET, export
 from hasten.builder.generation import GenerationBuild
 from hasten.builder.given import LoadedGraph, load_graph
-from hasten.builder.load import load_model, save_tokenizer
+from hasten.builder.load import load_model, save_configurations, save_tokenizer
 from hasten.builder.outline import look
 from hasten.builder.passes import apply_passes, record
 from hasten.builder.search import Search, Trial
@@ -83,6 +83,8 @@ class _Build(Staged):
             loaded = self._load(model)
             tokenizer_file = self.work / "tokenizer.json"
             save_tokenizer(loaded, tokenizer_file)
+            configurations = self._folder("configurations")
+            save_configurations(loaded.config, loaded.original_tokenizer, configurations)
             tokenizer = Tokenizer.open(tokenizer_file, loaded.tokenizer)
             check_tokenizer(tokenizer, loaded.original_tokenizer)
             notes.append(f"{loaded.architecture} for {loaded.task.name}, up to {loaded.signature.max_length} tokens")
@@ -191,6 +193,7 @@ class _Build(Staged):
             for variant in kept:
                 writer.add_variant(eligible[variant].artifact)
             writer.add_tokenizer(tokenizer_file)
+            writer.add_configurations(configurations)
             stored = rows[: _stored_rows(expected)]
             writer.add_reference(stored, expected.first(len(stored), loaded.signature))
             writer.add_report(report)

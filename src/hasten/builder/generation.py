@@ -17,7 +17,7 @@ import numpy as np
 from hasten.backends import BACKENDS, DECODER, Artifact, Decodes, RunOptions, Source
 from hasten.builder.check import check_tokenizer
 from hasten.builder.choose import explain, front, rank
-from hasten.builder.load import quiet_libraries, save_tokenizer
+from hasten.builder.load import quiet_libraries, save_configurations, save_tokenizer
 from hasten.builder.original import TASK, sample_of
 from hasten.builder.passes import record
 from hasten.builder.source import ModelDirectory, find_model
@@ -53,6 +53,10 @@ class GenerationBuild(Staged):
             writer = load_writer(model, self.about.task, self.plan)
             tokenizer_file = self.work / "tokenizer.json"
             save_tokenizer(writer, tokenizer_file)
+            configurations = self.work / "configurations"
+            configurations.mkdir()
+            save_configurations(writer.module.config, writer.original_tokenizer, configurations)
+            writer.module.generation_config.to_json_file(configurations / "generation_config.json")
             tokenizer = Tokenizer.open(tokenizer_file, writer.tokenizer)
             check_tokenizer(tokenizer, writer.original_tokenizer)
             notes.append(f"{writer.architecture} for {writer.task}, a context of {writer.spec.context} tokens")
@@ -120,6 +124,7 @@ class GenerationBuild(Staged):
             for variant in kept:
                 bundle.add_variant(artifacts[variant])
             bundle.add_tokenizer(tokenizer_file)
+            bundle.add_configurations(configurations)
             rows = [{"input_ids": row.prompt.tolist(), "tokens": row.tokens.tolist()} for row in sample.answers]
             bundle.add_reference(rows, {"logits": np.stack([answer.logits[0] for answer in sample.answers])})
             bundle.add_report(report)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import shutil
+import tempfile
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -300,6 +302,15 @@ def save_tokenizer(loaded: HasTokenizer, file: Path) -> None:
     backend.no_padding()
     backend.no_truncation()
     backend.save(str(file))
+
+
+def save_configurations(config: Any, tokenizer: Any, folder: Path) -> None:
+    """What transformers reads of a model beside weights and vocabulary: its pipelines ask for labels and limits."""
+    config.to_json_file(folder / "config.json")
+    name = "tokenizer_config.json"
+    with tempfile.TemporaryDirectory(prefix="hasten-") as work:
+        tokenizer.save_pretrained(work)
+        shutil.copyfile(Path(work) / name, folder / name)
 
 
 def _lowercase_first(tokenizer: Any) -> None:

@@ -16,7 +16,7 @@ from hasten.quantize.recipe import Method
 from hasten.quantize.ways import is_quantized, method_of, with_kept
 
 # What is tried beyond what a backend offers by itself: first what pays, the cheapest to make before the dearest …
-_LADDER = {
+LADDER = {
     "onnxruntime": (
         "onnxruntime-int8+attention",
         "onnxruntime-int8+attention+smooth+split",
@@ -44,7 +44,7 @@ def ladder(offered: Sequence[Variant]) -> tuple[list[Variant], list[Candidate]]:
     """What is tried after what backends offer by themselves, and what cannot be made for want of a package."""
     # They are for processors.
     backends = dict.fromkeys(variant.backend for variant in offered if variant.device == CPU)
-    names = [name for steps in (_LADDER, _LAST) for backend in backends for name in steps.get(backend, ())]
+    names = [name for steps in (LADDER, _LAST) for backend in backends for name in steps.get(backend, ())]
     wanted: list[Variant] = []
     refused: list[Candidate] = []
     for variant in map(Variant.parse, names):

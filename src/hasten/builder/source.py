@@ -28,6 +28,10 @@ _UNWANTED = ("openvino/*", "*.h5", "*.msgpack", "*.ot", "*.tflite", "coreml/*")
 _USUAL_GRAPHS = ("model.onnx", "onnx/model.onnx")
 
 
+class IsBundleError(PlanError):
+    """What was found is no model that can be built, but was built already."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
     """A model on disk and what its configuration says."""
@@ -82,7 +86,7 @@ def find_model(plan: Plan, *, with_weights: bool = True, directory: Path | None 
     else:
         path, revision, files = _download(plan, with_weights)
     if is_bundle(path):
-        raise PlanError(f"{plan.model} is already a bundle", hint=f"hasten run {plan.model} TEXT")
+        raise IsBundleError(f"{plan.model} is already a bundle", hint=f"hasten run {plan.model} TEXT")
     # A local model is known by its full path, so that it is found again from anywhere.
     name = str(path.resolve()) if local.is_dir() and directory is None else plan.model
     graph = pick_graph(files, plan)

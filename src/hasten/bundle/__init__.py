@@ -5,6 +5,7 @@ report.json              what was measured when it was built
 graph/model.onnx         the graph every variant comes from, in fp32 unless it was given in less
 variants/<name>/…        the chosen variant and the next eligible one
 tokenizer/tokenizer.json
+transformers/…           the configurations of model and tokenizer that transformers reads
 reference/inputs.jsonl   texts and, in outputs.npz, what the original answered
 """
 

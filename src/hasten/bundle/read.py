@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from hasten.tasks import Row
 
 TOKENIZER = "tokenizer/tokenizer.json"
+# What transformers knows the model by: config.json and tokenizer_config.json.
+TRANSFORMERS = "transformers"
 REPORT = "report.json"
 REFERENCE_INPUTS = "reference/inputs.jsonl"
 REFERENCE_OUTPUTS = "reference/outputs.npz"
@@ -80,6 +82,11 @@ class Bundle:
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.open(self._checked(TOKENIZER), self.manifest.tokenizer)
+
+    def configuration(self, name: str) -> Path | None:
+        """A file that transformers reads, such as config.json; None in a bundle from before they were stored."""
+        file = f"{TRANSFORMERS}/{name}"
+        return self._checked(file) if file in self.manifest.files else None
 
     def reference(self) -> Reference:
         # Not splitlines: texts may hold separators that JSON does not escape.

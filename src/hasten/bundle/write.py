@@ -14,7 +14,7 @@ import numpy as np
 
 from hasten.backends import Artifact
 from hasten.bundle.manifest import FILE, Manifest, is_bundle, sha256
-from hasten.bundle.read import REFERENCE_INPUTS, REFERENCE_OUTPUTS, REPORT, TOKENIZER, Bundle
+from hasten.bundle.read import REFERENCE_INPUTS, REFERENCE_OUTPUTS, REPORT, TOKENIZER, TRANSFORMERS, Bundle
 from hasten.core import staging
 from hasten.core.errors import translate_os_errors
 from hasten.core.report import Report
@@ -50,6 +50,10 @@ class BundleWriter(Staging):
 
     def add_tokenizer(self, file: Path) -> None:
         self._copy(file, Path(TOKENIZER))
+
+    def add_configurations(self, folder: Path) -> None:
+        for file in sorted(folder.iterdir()):
+            self._copy(file, Path(TRANSFORMERS) / file.name)
 
     def add_reference(self, rows: Sequence[Row], outputs: Outputs) -> None:
         with translate_os_errors(f"writing {self.target}"):

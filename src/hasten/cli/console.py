@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
 
 from hasten.cli.tables import Column, Line, fitted_table
+from hasten.core.display import LOG_WIDTH, Display, err
 from hasten.core.progress import Progress, Silent
 from hasten.core.report import AtBatch, Bench, Candidate, Footprint, Report, Status, Timing, Verdict
 from hasten.core.tensors import Shape
@@ -24,13 +21,10 @@ from hasten.measure.bench import BUSY_SHARE
 from hasten.measure.verify import FP32_TOLERANCE, GRAPH, chance, points
 from hasten.tasks import Row
 
-# A log or a pipe has no width of its own; tables keep their columns there.
-_LOG_WIDTH = 120
 # Of a row that is only to be recognized.
 _SHOWN_CHARACTERS = 90
 
-out = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
-err = Console(stderr=True, width=None if sys.stderr.isatty() else _LOG_WIDTH)
+out = Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
 
 _STYLES = {
     Status.CHOSEN: "bold green",
@@ -45,47 +39,6 @@ _MARKS = {Status.CHOSEN: "★", Status.INACCURATE: "✗", Status.FAILED: "✗", 
 _USED = (Status.CHOSEN, Status.ELIGIBLE, Status.BASELINE)
 _REFUSED = (Status.INACCURATE, Status.FAILED, Status.UNAVAILABLE)
 _MARK, _VARIANT = Column("", is_left=True), Column("variant", is_left=True)
-
-
-class Display:
-    """Progress bars for a person at a terminal; one line a finished stage for a log."""
-
-    def __init__(self) -> None:
-        self._bars = Bars(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TextColumn("[dim]{task.fields[note]}"),
-            TimeElapsedColumn(),
-            console=err,
-            transient=True,
-            disable=not err.is_terminal,
-        )
-        self._open: list[tuple[TaskID, str, float]] = []
-
-    def start(self, what: str, total: float | None = None) -> None:
-        if not self._open:
-            self._bars.start()
-        shown = "  " * len(self._open) + what
-        self._open.append((self._bars.add_task(shown, total=total, note=""), what, time.perf_counter()))
-
-    def advance(self, amount: float = 1, note: str | None = None) -> None:
-        task = self._open[-1][0]
-        if note is None:
-            self._bars.update(task, advance=round(amount, 1))
-        else:
-            self._bars.update(task, advance=round(amount, 1), note=escape(note))
-
-    def finish(self, note: str = "", *, ok: bool = True) -> None:
-        task, what, began = self._open.pop()
-        self._bars.remove_task(task)
-        if not self._open:
-            self._bars.stop()
-            mark = "[green]✓[/]" if ok else "[red]✗[/]"
-            line = f"{mark} {what:<18} [cyan]{time.perf_counter() - began:6.1f} s[/]  [dim]{escape(note)}[/]"
-            # A log keeps what belongs together on one line.
-            err.print(line, soft_wrap=not err.is_terminal)
 
 
 def display(quiet: bool) -> Progress:

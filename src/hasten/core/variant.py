@@ -60,6 +60,26 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
+class VariantChoice:
+    """Some of what a variant is, where the rest does not matter."""
+
+    backend: str | None = None
+    precision: str | None = None
+    device: str | None = None
+
+    def __str__(self) -> str:
+        asked = (("backend", self.backend), ("precision", self.precision), ("device", self.device))
+        return ", ".join(f"{name} {value}" for name, value in asked if value is not None) or "anything"
+
+    def fits(self, variant: Variant) -> bool:
+        asked = ((self.backend, variant.backend), (self.precision, variant.precision), (self.device, variant.device))
+        return all(value in (None, own) for value, own in asked)
+
+
+ANYTHING = VariantChoice()
+
+
+@dataclass(frozen=True, slots=True)
 class Support:
     """Whether something runs here and, if not, why."""
 

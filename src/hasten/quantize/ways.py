@@ -29,7 +29,7 @@ _CALIBRATORS = {Way(calibrator.value): calibrator for calibrator in Calibrator}
 # Words that are about ONNX Runtime's graphs, or about its products in bytes.
 _NOT_FOR = {Method.NNCF: tuple(Way), Method.BLOCKS: (Way.ATTENTION,)}
 # Words that are no way to quantize where these backends hear them.
-_UNQUANTIZED = {"fused": (Way.GELU,)}
+_UNQUANTIZED = {"fused": (Way.GELU,), "onnxruntime": (Way.GELU,)}
 _MAKERS = {Method.NNCF: "NNCF, which quantizes for OpenVINO,", Method.BLOCKS: "quantizing weights in blocks"}
 
 

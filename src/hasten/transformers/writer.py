@@ -1,0 +1,189 @@
+"""Models that write: `generate` with transformers' options, over our own loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from hasten.backends import Decoder, RunOptions
+from hasten.bundle import Bundle
+from hasten.core.errors import InputError, PlanError
+from hasten.core.generation import Finish, GenerationSpec, Sampling
+from hasten.core.variant import VariantChoice
+from hasten.generation.generator import SLOTS, open_decoder
+from hasten.generation.rows import Row
+from hasten.generation.writing import Writer
+from hasten.on_demand import variant_of
+from hasten.predictor import required, runnable
+from hasten.transformers.stand_in import StandIn
+from hasten.transformers.tensors import IDS, check, rows_of
+
+# Options of transformers' generate that have one of ours, or whose effect is known here.
+_TAKEN = {
+    *("max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    *("num_beams", "length_penalty", "stop_strings", "num_return_sequences", "pad_token_id", "eos_token_id"),
+}
+# Those that say how to compute, or whose tokens the bundle knows already.
+_WITHOUT_EFFECT = {
+    *("use_cache", "bos_token_id", "decoder_start_token_id", "forced_bos_token_id", "transformers_version"),
+    *("cache_implementation", "disable_compile", "use_mtp"),
+}
+
+
+class WritingModel(StandIn):
+    """A model that writes. Safe to share between threads: they take turns."""
+
+    def __init__(self, bundle: Bundle, decoder: Decoder, spec: GenerationSpec, precision: str) -> None:
+        super().__init__(bundle, "cpu", precision)
+        file = bundle.configuration("generation_config.json")
+        kind = transformers.GenerationConfig
+        self.generation_config = kind.from_pretrained(file.parent) if file is not None else kind()
+        self._spec = spec
+        self._decoder = decoder
+        self._writer = Writer(decoder, spec, bundle.tokenizer(), prompts_a_step=decoder.slots)
+        self._lock = threading.Lock()
+
+    def can_generate(self) -> bool:
+        return True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("it gives the logits of the next token alone, and only to generate()", hint="model.generate(…)")
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: Any = None,
+        *,
+        attention_mask: Tensor | None = None,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        """The prompts and what was written after them or, where an encoder reads them, the answers alone.
+
+        Greedy answers and beams are transformers' own; what is drawn is drawn from PyTorch's seed, but otherwise.
+        """
+        ids = options.pop(IDS, None) if inputs is None else inputs
+        if ids is None:
+            raise InputError("no input_ids given", hint="model.generate(**tokenizer(texts, return_tensors='pt'))")
+        given = {IDS: ids} if attention_mask is None else {IDS: ids, "attention_mask": attention_mask}
+        check(given, axes=("rows", "tokens"))
+        told = self._told(generation_config, options)
+        prompts = rows_of(given)
+        count = int(told["num_return_sequences"])
+        sampling = self._sampling(told)
+        if count > 1 and sampling.temperature == 0:
+            self._refuse(f"{count} sequences of one prompt without sampling", hint="do_sample=True")
+        if streamer is not None and len(prompts) * count > 1:
+            self._refuse("a streamer takes one text at a time")
+        rows = [
+            self._writer.row(prompt, self._limited(sampling, told, ids.shape[1]), lambda _: None, continues=True)
+            for prompt in prompts
+            for _ in range(count)
+        ]
+        with self._lock:
+            self._write(rows, ids, streamer)
+        answers = [self._ended(row) for row in rows]
+        pad = told.get("pad_token_id")
+        pad = self._spec.end_ids[0] if pad is None and self._spec.end_ids else int(pad or 0)
+        longest = max(map(len, answers))
+        written = torch.tensor([[*answer, *[pad] * (longest - len(answer))] for answer in answers], dtype=ids.dtype)
+        if self._spec.start_ids:
+            return written
+        return torch.cat([ids.cpu().repeat_interleave(count, dim=0), written], dim=1)
+
+    def close(self) -> None:
+        self._decoder.close()
+
+    def _told(self, generation_config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+        """What was asked for, over the configuration that was given, over the model's own, over transformers' own."""
+        kind = transformers.GenerationConfig
+        common = kind._get_default_generation_params()
+        told: dict[str, Any] = common | self.generation_config.to_diff_dict()
+        if generation_config is not None:
+            told |= generation_config.to_diff_dict()
+        asked = {name: value for name, value in options.items() if value is not None}
+        told |= asked
+        for name, value in told.items():
+            if name.startswith("_"):
+                continue
+            if name not in _TAKEN | _WITHOUT_EFFECT and value != common.get(name) and value not in (None, False):
+                self._refuse(f"'{name}' is not taken by generate()", hint=f"taken: {', '.join(sorted(_TAKEN))}")
+        ends = told.get("eos_token_id")
+        ends = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
+        if ends and set(ends) != set(self._spec.end_ids):
+            self._refuse(f"its texts end with the tokens {self._spec.end_ids}, not with {ends}")
+        if "max_length" in asked and "max_new_tokens" not in asked:
+            told.pop("max_new_tokens", None)
+        return told
+
+    def _sampling(self, told: Mapping[str, Any]) -> Sampling:
+        stops = told.get("stop_strings") or ()
+        drawn = bool(told["do_sample"])
+        if drawn and told["num_beams"] > 1:
+            self._refuse("beams that are drawn", hint="do_sample=False, or num_beams=1")
+        return Sampling(
+            temperature=float(told["temperature"]) if drawn else 0.0,
+            top_k=int(told["top_k"] or 0) if drawn else 0,
+            top_p=float(told["top_p"]) if drawn else 1.0,
+            min_p=float(told.get("min_p") or 0.0) if drawn else 0.0,
+            repetition_penalty=float(told["repetition_penalty"]),
+            stop=(stops,) if isinstance(stops, str) else tuple(stops),
+            beams=int(told["num_beams"]),
+            length_penalty=float(told["length_penalty"]),
+        )
+
+    def _limited(self, sampling: Sampling, told: Mapping[str, Any], width: int) -> Sampling:
+        """With its length, which transformers counts from the padded prompt, and a seed of its own."""
+        most = told.get("max_new_tokens")
+        if most is None:
+            most = int(told["max_length"]) - (len(self._spec.start_ids) or width)
+        if most < 1:
+            raise InputError(f"max_length leaves no token to write after {width} of prompt", hint="max_new_tokens=…")
+        seed = int(torch.randint(2**31, ())) if sampling.temperature > 0 else None
+        return replace(sampling, max_tokens=int(most), seed=seed)
+
+    def _write(self, rows: Sequence[Row], ids: Tensor, streamer: Any) -> None:
+        for row in rows:
+            self._writer.add(row)
+        if streamer is not None and not self._spec.start_ids:
+            streamer.put(ids.cpu())
+        told = 0
+        try:
+            while not all(row.is_over for row in rows):
+                self._writer.step()
+                if streamer is not None:
+                    for token in rows[0].ids[told:]:
+                        streamer.put(torch.tensor([token]))
+                    told = len(rows[0].ids)
+        except BaseException:
+            self._writer.clear()
+            raise
+        if streamer is not None:
+            streamer.end()
+
+    def _ended(self, row: Row) -> list[int]:
+        """Its tokens, with the one that ended it, if one did: a stop string may have."""
+        answer = list(self._spec.start_ids) + row.ids
+        text = row.text.whole(row.ids) if row.sampling.stop else ""
+        is_ended = row.finish is Finish.STOP and not any(stop in text for stop in row.sampling.stop)
+        return answer + list(self._spec.end_ids[:1] if is_ended else ())
+
+
+def open_writer(bundle: Bundle, kind: str, task: str, choice: VariantChoice, threads: int | None) -> WritingModel:
+    own, spec = bundle.manifest.task.name, bundle.manifest.generation
+    if own != task or spec is None:
+        raise PlanError(f"{bundle.path} is for {own}, which {kind} is not")
+    variant = variant_of(bundle, choice)
+    artifact = required(bundle, bundle.entry(variant)) if variant is not None else runnable(bundle)
+    decoder = open_decoder(artifact, RunOptions(threads), SLOTS)
+    # Pipelines know what they support by the names of classes.
+    named = type(bundle.manifest.model.architecture or kind, (WritingModel,), {})
+    made: WritingModel = named(bundle, decoder, spec, artifact.variant.precision.value)
+    return made

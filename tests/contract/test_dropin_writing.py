@@ -1,0 +1,165 @@
+"""AutoModelForCausalLM of hasten.transformers against transformers' own generate, and its text-generation pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hasten
+import hasten.transformers
+import writers
+from hasten.core.errors import InputError, PlanError, UnsupportedError
+from untimed import untimed
+
+PROMPTS = ["the cat sat on", "a dog", "prices rose by three percent in the second", "I"]
+KINDS = {"gpt2": writers.byte_level, "llama": writers.whole_characters}
+
+
+@dataclass
+class Pair:
+    ours: Any
+    theirs: Any
+    tokenizer: Any
+    folder: Path
+
+    def inputs(self, prompts: list[str]) -> Any:
+        found = self.tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
+        return {name: found[name] for name in ("input_ids", "attention_mask")}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, texts_file: Path) -> Pair:
+    import transformers
+
+    folder = tmp_path_factory.mktemp("writer") / request.param
+    backend = KINDS[request.param]()
+    writers.model(request.param, writers.vocabulary_of(backend)).save_pretrained(folder)
+    writers.theirs(backend, model_max_length=writers.CONTEXT).save_pretrained(folder)
+    with untimed():
+        ours = hasten.transformers.AutoModelForCausalLM.from_pretrained(folder, data=texts_file, threads=1)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    return Pair(ours, theirs, transformers.AutoTokenizer.from_pretrained(folder), folder)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"max_new_tokens": 12},
+    "until it is so long": {"max_length": 40},
+    "not again": {"max_new_tokens": 12, "repetition_penalty": 1.5},
+    "beams": {"max_new_tokens": 10, "num_beams": 3},
+    "beams for long texts": {"max_new_tokens": 10, "num_beams": 2, "length_penalty": 2.0},
+}
+
+
+@pytest.mark.parametrize("given", OPTIONS.values(), ids=list(OPTIONS))
+def test_the_same_tokens(given: dict[str, Any], pair: Pair) -> None:
+    # Of a padded prompt transformers counts the padding as repeated; here it is no part of the text.
+    batches = [[prompt] for prompt in PROMPTS] if "repetition_penalty" in given else [PROMPTS]
+    for prompts in batches:
+        inputs = pair.inputs(prompts)
+        expected = pair.theirs.generate(**inputs, do_sample=False, **given)
+        found = pair.ours.generate(**inputs, do_sample=False, **given)
+        assert found.dtype == expected.dtype
+        assert found.tolist() == expected.tolist()
+
+
+def test_texts_that_end_are_padded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model with random weights ends with is whatever comes third in one of its texts."""
+    inputs = pair.inputs(PROMPTS)
+    width = inputs["input_ids"].shape[1]
+    end = int(pair.theirs.generate(**inputs, do_sample=False, max_new_tokens=6)[0, width + 2])
+    from dataclasses import replace
+
+    monkeypatch.setattr(pair.ours._writer, "spec", replace(pair.ours._spec, end_ids=(end,)))
+    monkeypatch.setattr(pair.ours, "_spec", replace(pair.ours._spec, end_ids=(end,)))
+    options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": end}
+    assert pair.ours.generate(**inputs, **options).tolist() == pair.theirs.generate(**inputs, **options).tolist()
+
+
+def test_the_same_pipeline(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    import transformers
+
+    made = [
+        transformers.pipeline("text-generation", model=model, tokenizer=pair.tokenizer)
+        for model in (pair.ours, pair.theirs)
+    ]
+    ours, theirs = (each(PROMPTS, max_new_tokens=8, do_sample=False) for each in made)
+    assert ours == theirs
+    assert "is not supported" not in caplog.text
+
+
+def test_what_is_drawn_follows_torchs_seed(pair: Pair) -> None:
+    import torch
+
+    inputs = pair.inputs(PROMPTS[:1])
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(pair.ours.generate(**inputs, do_sample=True, temperature=3.0, max_new_tokens=12).tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
+    several = pair.ours.generate(**inputs, do_sample=True, num_return_sequences=3, max_new_tokens=4)
+    assert len(several) == 3
+
+
+def test_a_streamer_is_told_every_token(pair: Pair) -> None:
+    from transformers import TextIteratorStreamer
+
+    inputs = pair.inputs(PROMPTS[:1])
+    streamer = TextIteratorStreamer(pair.tokenizer, skip_prompt=True)
+    written = pair.ours.generate(**inputs, do_sample=False, max_new_tokens=8, streamer=streamer)
+    new = written[0, inputs["input_ids"].shape[1] :]
+    assert "".join(streamer) == pair.tokenizer.decode(new)
+
+
+def test_stop_strings(pair: Pair) -> None:
+    inputs = pair.inputs(PROMPTS[:1])
+    width = inputs["input_ids"].shape[1]
+    whole = pair.ours.generate(**inputs, do_sample=False, max_new_tokens=10)[0, width:]
+    texts = [pair.tokenizer.decode(whole[place : place + 1]).strip() for place in range(2, 8)]
+    # Bytes that are no characters are no text to stop at.
+    stop = next((text for text in texts if text.isascii() and text), None)
+    if stop is None:
+        pytest.skip("the model writes no letter here")
+    options = {"do_sample": False, "max_new_tokens": 10, "stop_strings": [stop], "tokenizer": pair.tokenizer}
+    assert pair.ours.generate(**inputs, **options).tolist() == pair.theirs.generate(**inputs, **options).tolist()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "reason"),
+    [
+        ({"no_repeat_ngram_size": 2}, UnsupportedError, "'no_repeat_ngram_size' is not taken"),
+        ({"num_return_sequences": 2}, UnsupportedError, "2 sequences of one prompt without sampling"),
+        ({"num_beams": 2, "do_sample": True}, UnsupportedError, "beams that are drawn"),
+        ({"eos_token_id": 0}, UnsupportedError, "end with the tokens"),
+        ({"max_length": 2}, InputError, "leaves no token"),
+        ({"output_scores": True}, UnsupportedError, "'output_scores' is not taken"),
+    ],
+)
+def test_refusals(given: dict[str, Any], error: type[Exception], reason: str, pair: Pair) -> None:
+    with pytest.raises(error, match=reason):
+        pair.ours.generate(**pair.inputs(PROMPTS), **given)
+
+
+def test_logits_are_refused_and_other_classes(pair: Pair) -> None:
+    with pytest.raises(UnsupportedError, match="only to generate"):
+        pair.ours(**pair.inputs(PROMPTS))
+    with pytest.raises(InputError, match="no input_ids given"):
+        pair.ours.generate()
+    with pytest.raises(PlanError, match="writes text, which AutoModelForMaskedLM does not"):
+        hasten.transformers.AutoModelForMaskedLM.from_pretrained(pair.ours.bundle.path)
+    with pytest.raises(PlanError, match="is for text-generation, which AutoModelForSeq2SeqLM is not"):
+        hasten.transformers.AutoModelForSeq2SeqLM.from_pretrained(pair.ours.bundle.path)
+
+
+def test_saved_and_in_the_twin_without_transformers(pair: Pair, tmp_path: Path) -> None:
+    pair.ours.save_pretrained(tmp_path / "saved")
+    again = hasten.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    inputs = pair.inputs(PROMPTS)
+    given = {"do_sample": False, "max_new_tokens": 6}
+    assert again.generate(**inputs, **given).tolist() == pair.ours.generate(**inputs, **given).tolist()
+    with hasten.pipeline("text-generation", tmp_path / "saved") as write:
+        expected = pair.tokenizer.decode(pair.ours.generate(**pair.inputs(PROMPTS[:1]), **given)[0])
+        text = write(PROMPTS[0], max_tokens=6)[0]["generated_text"]
+        assert text.strip() == expected.removeprefix(writers.BOS).strip()

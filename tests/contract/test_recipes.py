@@ -1,0 +1,144 @@
+"""The Python in docs/migration.md runs as it stands, and levels and presets make what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hasten
+from hasten.builder.levels import INT8, LEVELS, of_level
+from hasten.core.errors import PlanError, UnsupportedError
+from hasten.core.hardware import this_machine
+from hasten.core.targets import TARGETS
+from untimed import untimed
+
+PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
+# Under its heading, and the how-manieth there.
+BLOCKS = {
+    f"{section.splitlines()[0]} {place}": code
+    for section in PAGE.split("\n## ")[1:]
+    for place, code in enumerate(re.findall(r"```python\n(.*?)```", section, re.DOTALL), 1)
+}
+
+
+@pytest.fixture(scope="module")
+def models(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_classifier: Any,
+    tiny_model: Any,
+    tiny_embedder: Any,
+    quick_build: Any,
+) -> Path:
+    """Under the names that the page calls them by; those that are only named are bundles, which saves their build."""
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "classifier").symlink_to(tiny_classifier("bert"))
+    quick_build(tiny_embedder(), folder / "embedder", variants=["onnxruntime-fp32"])
+    rows = folder / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "is this it?", "context": "the cat sat on the mat"}) + "\n")
+    quick_build(tiny_model("bert", "ForQuestionAnswering"), folder / "qa", variants=["onnxruntime-fp32"], data=rows)
+    return folder
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_recipe_runs(name: str, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = BLOCKS[name]
+    for package in re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE):
+        if find_spec(package) is None:
+            pytest.skip(f"the package '{package}' is not installed")
+    monkeypatch.chdir(models)
+    found: dict[str, Any] = {}
+    with untimed():
+        exec(compile(code, "docs/migration.md", "exec"), found)
+    CHECKS[name](found)
+
+
+def check_vectors(found: dict[str, Any]) -> None:
+    expected = hasten.SentenceEncoder("embedder").encode(["a dog ran", "the cat sat"], normalize_embeddings=True)
+    assert np.allclose(found["vectors"], expected, atol=1e-5)
+
+
+CHECKS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "transformers 1": lambda found: found["logits"].shape == (2, 3) or pytest.fail("other logits"),
+    "transformers 2": lambda found: (
+        {answer["label"] for answer in found["answers"]} <= {"bad", "fair", "good"} or pytest.fail("other labels")
+    ),
+    "transformers 3": lambda found: found["answer"] in "the cat sat on the mat" or pytest.fail("no answer"),
+    "Optimum 1": lambda found: found["classify"]("a dog ran") or pytest.fail("no answer"),
+    "sentence-transformers 1": check_vectors,
+    "sentence-transformers 2": check_vectors,
+    "LangChain 1": lambda found: found["found"] == "the cat sat on the mat" or pytest.fail("found another"),
+    "LlamaIndex 1": check_vectors,
+}
+
+
+def test_every_recipe_is_checked() -> None:
+    assert list(CHECKS) == list(BLOCKS)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_level_makes_what_it_says(level: Any, tiny_classifier: Any, quick_build: Any) -> None:
+    bundle = quick_build(tiny_classifier("bert"), level=level, keep="all")
+    tried = {candidate.variant for candidate in bundle.report.candidates}
+    assert tried == {*LEVELS[level], "torch-fp32"}
+    assert {entry.name for entry in bundle.manifest.variants} <= set(LEVELS[level])
+
+
+def test_approximate_gelu_is_in_the_graph(tiny_classifier: Any, quick_build: Any) -> None:
+    import onnx
+
+    variants = ("onnxruntime-fp32", "onnxruntime-fp32+gelu")
+    bundle = quick_build(tiny_classifier("distilbert"), level="O3", keep="all", speeds={variants[1]: 0.5})
+    assert bundle.chosen.name == variants[1]
+    kinds = {
+        name: {node.op_type for node in onnx.load(bundle.artifact(bundle.entry(name)).path()).graph.node}
+        for name in variants
+    }
+    assert "FastGelu" in kinds[variants[1]]
+    assert not {"BiasGelu", "Gelu"} & kinds[variants[1]]
+    assert "FastGelu" not in kinds[variants[0]]
+
+
+def test_a_preset_quantizes_for_its_target(tiny_classifier: Any, quick_build: Any) -> None:
+    """Seven bits of weights where sums saturate."""
+    import onnx
+
+    bundle = quick_build(tiny_classifier("bert"), preset="avx2", keep="all", min_agreement=0.1)
+    assert {entry.name for entry in bundle.manifest.variants} <= set(INT8)
+    assert bundle.report.plan.target == "avx2"
+    model = onnx.load(bundle.artifact(bundle.chosen).path())
+    weights = [
+        onnx.numpy_helper.to_array(tensor)
+        for tensor in model.graph.initializer
+        if tensor.data_type == onnx.TensorProto.INT8 and len(tensor.dims) == 2
+    ]
+    assert weights
+    assert max(int(np.abs(weight.astype(int)).max()) for weight in weights) <= 64
+
+
+def test_levels_and_presets_go_together_and_with_nothing_else(tiny_classifier: Any) -> None:
+    machine = this_machine()
+    assert of_level("O2", "arm64", machine) == ("onnxruntime-fp32", *INT8)
+    assert all(of_level(None, preset, machine) == INT8 for preset in TARGETS)
+    model = tiny_classifier("bert")
+    for given in ({"variants": "graph-fp32"}, {"target": "avx2"}, {"recipe": "r.toml"}):
+        with pytest.raises(PlanError, match="level and preset name variants and target themselves"):
+            hasten.build(model, level="O1", **given)
+    with pytest.raises(PlanError, match=r"no level 'O5' \(one of O1, O2, O3, O4\)"):
+        hasten.build(model, level="O5")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"no preset 'avx521'.*avx512"):
+        hasten.build(model, preset="avx521")  # type: ignore[arg-type]
+
+
+def test_half_precision_is_refused_where_nothing_computes_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LEVELS, "O4", ("onnxruntime-fp16@cuda",))
+    if this_machine().gpus:
+        pytest.skip("there is a GPU here")
+    with pytest.raises(UnsupportedError, match=r"nothing of level O4 runs here \(onnxruntime-fp16@cuda: "):
+        of_level("O4", None, this_machine())

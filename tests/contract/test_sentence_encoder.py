@@ -1,0 +1,133 @@
+"""SentenceEncoder.encode against SentenceTransformer.encode, option by option, on the same tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hasten
+from hasten.core.errors import InputError, PlanError, UnsupportedError
+from imported import modules_after
+from untimed import untimed
+
+TEXTS = ["a dog ran", "", "what a wonderful film, I would watch it again tomorrow", "the cat " * 40, "a dog ran", "x"]
+PROMPTS = {"query": "find: ", "document": "read: "}
+NEAR = {"rtol": 0, "atol": 2e-5}
+
+
+@dataclass
+class Pair:
+    ours: hasten.SentenceEncoder
+    theirs: Any
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_embedder: Any, texts_file: Path) -> Iterator[Pair]:
+    from sentence_transformers import SentenceTransformer
+
+    # Without Normalize, so that normalize_embeddings has something to do.
+    folder = tiny_embedder(modules=(), prompts=PROMPTS, default_prompt_name="document")
+    with untimed(), hasten.SentenceEncoder(folder, backend="onnxruntime", data=texts_file, threads=1) as ours:
+        yield Pair(ours, SentenceTransformer(str(folder), device="cpu"), folder)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "batches of two": {"batch_size": 2},
+    "another prompt of the model": {"prompt_name": "query"},
+    "a prompt": {"prompt": "say: "},
+    "no prompt": {"prompt": ""},
+    "length one": {"normalize_embeddings": True},
+    "cut": {"truncate_dim": 8},
+    "cut to length one": {"truncate_dim": 8, "normalize_embeddings": True},
+    "a tensor": {"convert_to_tensor": True},
+    "tensors": {"convert_to_numpy": False},
+}
+
+
+@pytest.mark.parametrize("given", OPTIONS.values(), ids=list(OPTIONS))
+def test_the_same_vectors(given: dict[str, Any], pair: Pair) -> None:
+    ours, theirs = pair.ours.encode(TEXTS, **given), pair.theirs.encode(TEXTS, **given)
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, list):
+        assert [type(vector) for vector in ours] == [type(vector) for vector in theirs]
+        ours, theirs = np.stack(ours), np.stack(theirs)
+    assert np.allclose(ours, theirs, **NEAR)
+    one, other = pair.ours.encode(TEXTS[0], **given), pair.theirs.encode(TEXTS[0], **given)
+    assert type(one) is type(other)
+    assert np.allclose(one, other, **NEAR)
+
+
+def test_what_is_looked_for_and_what_is_looked_through(pair: Pair) -> None:
+    for name in ("encode_query", "encode_document"):
+        assert np.allclose(getattr(pair.ours, name)(TEXTS), getattr(pair.theirs, name)(TEXTS), **NEAR)
+    vectors = pair.ours.encode(TEXTS)
+    assert np.allclose(pair.ours.similarity(vectors, vectors[:2]), pair.theirs.similarity(vectors, vectors[:2]), **NEAR)
+    assert pair.ours.prompts == PROMPTS
+    assert pair.ours.max_seq_length == pair.theirs.max_seq_length
+    assert pair.ours.get_sentence_embedding_dimension() == 32
+
+
+def test_more_texts_than_are_tokens_at_a_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = pair.ours.encode(TEXTS * 3)
+    monkeypatch.setattr("hasten.sentence_encoder._CHUNK", 4)
+    assert np.allclose(pair.ours.encode(TEXTS * 3), whole, **NEAR)
+    assert pair.ours.encode([]).shape == (0, 32)
+
+
+def test_several_processes(pair: Pair) -> None:
+    pool = pair.ours.start_multi_process_pool(["cpu", "cpu"])
+    try:
+        found = pair.ours.encode(TEXTS * 4, pool=pool, chunk_size=5, normalize_embeddings=True)
+    finally:
+        pair.ours.stop_multi_process_pool(pool)
+    assert np.allclose(found, pair.theirs.encode(TEXTS * 4, normalize_embeddings=True), **NEAR)
+    with pytest.raises(UnsupportedError, match="for the CPU"):
+        pair.ours.start_multi_process_pool(["cuda:0"])
+
+
+def test_progress_is_shown_where_it_is_asked_for(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    pair.ours.encode(TEXTS)
+    assert capsys.readouterr().err == ""
+    pair.ours.encode(TEXTS, show_progress_bar=True)
+    assert "encode" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "reason"),
+    [
+        ({"output_value": "token_embeddings"}, UnsupportedError, "pools inside its graph"),
+        ({"precision": "binary"}, UnsupportedError, "in float32, not in 'binary'"),
+        ({"device": "cuda"}, UnsupportedError, "runs on cpu, not on cuda"),
+        ({"batch_size": 0}, InputError, "batch_size is 0"),
+        ({"prompt_name": "quest"}, InputError, "no prompt 'quest'.*query, document"),
+    ],
+)
+def test_refusals(given: dict[str, Any], error: type[Exception], reason: str, pair: Pair) -> None:
+    with pytest.raises(error, match=reason):
+        pair.ours.encode(TEXTS, **given)
+
+
+def test_texts_alone(pair: Pair, quick_build: Any, tiny_classifier: Any) -> None:
+    with pytest.raises(InputError, match="text 2 is int, not a string"):
+        pair.ours.encode(["a", 1])  # type: ignore[list-item]
+    bundle = quick_build(tiny_classifier("bert"), variants=["onnxruntime-fp32"])
+    with pytest.raises(PlanError, match="is a bundle for text-classification, and gives no vectors"):
+        hasten.SentenceEncoder(bundle.path)
+
+
+def test_prompts_of_ones_own(pair: Pair) -> None:
+    with hasten.SentenceEncoder(pair.ours.bundle.path, prompts={"title": "t: "}, default_prompt_name="title") as own:
+        assert np.allclose(own.encode(TEXTS), pair.theirs.encode(TEXTS, prompt="t: "), **NEAR)
+
+
+def test_a_bundle_is_enough(pair: Pair) -> None:
+    code = "import hasten; hasten.SentenceEncoder(sys.argv[1]).encode(['a text', 'another'])"
+    found = modules_after(code, str(pair.ours.bundle.path))
+    assert not found & {"torch", "transformers", "sentence_transformers", "onnx"}
