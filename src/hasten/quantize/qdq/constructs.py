@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 # Injected into the namespace in which rewritten code runs.
@@ -19,13 +20,12 @@ _ATTENTION = "scaled_dot_product_attention"
 _UNKNOWN = ("einsum", "baddbmm", "addmm", "addbmm", "tensordot", "bilinear", "multi_head_attention_forward")
 
 
-@dataclass(frozen=True, slots=True)
-class Kinds:
+class Kind(StrEnum):
     """What is quantized beside linear layers."""
 
-    products: bool = True
-    residuals: bool = True
-    embeddings: bool = False
+    PRODUCT = "product"
+    RESIDUAL = "residual"
+    EMBEDDINGS = "embeddings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +43,17 @@ class Owner:
 
     # Where its quantizers are found at run time: `self`, or the argument that is the module.
     home: str | None
-    taken: set[str] = field(default_factory=set)
-    quantizers: list[str] = field(default_factory=list)
+    quantizers: dict[str, Kind] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def name(self, operand: ast.expr) -> str:
+    def name(self, operand: ast.expr, kind: Kind) -> str:
         """After what stands there; a second one of the same name gets a number."""
         base, count = _base(operand).strip("_"), 1
         name = f"{base}_quantizer"
-        while name in self.taken:
+        while name in self.quantizers:
             count += 1
             name = f"{base}_{count}_quantizer"
-        self.taken.add(name)
-        self.quantizers.append(name)
+        self.quantizers[name] = kind
         return name
 
 
@@ -63,13 +61,12 @@ class Rewriter(ast.NodeTransformer):
     """Puts quantizers around operands, in one class or function."""
 
     def __init__(
-        self, owner: Owner, resolve: Callable[[ast.expr], Any], sums: set[int], kinds: Kinds, torch: Any
+        self, owner: Owner, resolve: Callable[[ast.expr], Any], sums: Mapping[int, Kind], torch: Any
     ) -> None:
         self.owner = owner
         self.resolve = resolve
         # The additions to quantize, by identity: found before, because rewriting makes new nodes.
         self.sums = sums
-        self.kinds = kinds
         self.torch = torch
         self._quantizable = {getattr(torch, name): count for name, count in _PRODUCTS.items()}
         self._quantizable[getattr(torch.nn.functional, _ATTENTION)] = 3
@@ -78,21 +75,20 @@ class Rewriter(ast.NodeTransformer):
         ]
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:  # noqa: N802 -- ast calls it by this name
-        is_sum = id(node) in self.sums
-        is_product = isinstance(node.op, ast.MatMult) and self.kinds.products
+        kind = Kind.PRODUCT if isinstance(node.op, ast.MatMult) else self.sums.get(id(node))
         self.generic_visit(node)
-        if is_sum or is_product:
-            node.left = self._quantized(node.left, node)
-            node.right = self._quantized(node.right, node)
+        if kind is not None:
+            node.left = self._quantized(node.left, node, kind)
+            node.right = self._quantized(node.right, node, kind)
         return node
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:  # noqa: N802
-        is_sum = id(node) in self.sums
+        kind = self.sums.get(id(node))
         self.generic_visit(node)
-        if not is_sum or not isinstance(node.target, ast.Name):
+        if kind is None or not isinstance(node.target, ast.Name):
             return node
         before = ast.copy_location(ast.Name(node.target.id, ast.Load()), node)
-        value = ast.BinOp(self._quantized(before, node), node.op, self._quantized(node.value, node))
+        value = ast.BinOp(self._quantized(before, node, kind), node.op, self._quantized(node.value, node, kind))
         return ast.copy_location(ast.Assign([node.target], ast.copy_location(value, node)), node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
@@ -100,8 +96,6 @@ class Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         if function is self.torch.nn.Linear:
             node.func = ast.copy_location(ast.Name(LINEAR, ast.Load()), node.func)
-            return node
-        if not self.kinds.products:
             return node
         if _is_in(function, self._unknown):
             self._refuse(node, "no runtime multiplies it in eight bits")
@@ -117,14 +111,14 @@ class Rewriter(ast.NodeTransformer):
             node.args = [self._quantized(node.args[0], node)]
         return node
 
-    def _quantized(self, operand: ast.expr, construct: ast.AST) -> ast.expr:
+    def _quantized(self, operand: ast.expr, construct: ast.AST, kind: Kind = Kind.PRODUCT) -> ast.expr:
         if isinstance(operand, ast.Constant):
             return operand
         if self.owner.home is None:
             self._refuse(construct, "there is no module here that could hold its quantizers")
             return operand
         home = ast.Name(self.owner.home, ast.Load())
-        call = ast.Call(ast.Attribute(home, self.owner.name(operand), ast.Load()), [operand], [])
+        call = ast.Call(ast.Attribute(home, self.owner.name(operand, kind), ast.Load()), [operand], [])
         for made in (call, call.func, home):
             ast.copy_location(made, operand)
         return call
@@ -137,22 +131,21 @@ class Rewriter(ast.NodeTransformer):
 
 
 def find_sums(
-    node: ast.ClassDef, resolve: Callable[[ast.expr], Any], kinds: Kinds, torch: Any, *, all_of_forward: bool
-) -> set[int]:
+    node: ast.ClassDef, resolve: Callable[[ast.expr], Any], torch: Any, *, all_of_forward: bool
+) -> dict[int, Kind]:
     """Additions whose result a norm takes: of residuals or, in a class that has tables, of embeddings."""
     makers = dict(_attributes(node))
     norms = {name for name, maker in makers.items() if _is_norm(resolve(maker), torch)}
     has_tables = any(resolve(maker) is torch.nn.Embedding for maker in makers.values())
-    if not (kinds.embeddings if has_tables else kinds.residuals):
-        return set()
-    found: set[int] = set()
+    kind = Kind.EMBEDDINGS if has_tables else Kind.RESIDUAL
+    found: list[ast.AST] = []
     for function in (part for part in node.body if isinstance(part, ast.FunctionDef)):
         if all_of_forward and function.name == "forward":
-            found |= {id(part) for part in ast.walk(function) if _is_addition(part)}
+            found += [part for part in ast.walk(function) if _is_addition(part)]
         for call in ast.walk(function):
             if isinstance(call, ast.Call) and _attribute_of_self(call.func) in norms and call.args:
-                found |= {id(part) for part in _sums_behind(call.args[0], function, call.lineno, whole=has_tables)}
-    return found
+                found += _sums_behind(call.args[0], function, call.lineno, whole=has_tables)
+    return {id(part): kind for part in found}
 
 
 def referenced(node: ast.AST) -> set[str]:

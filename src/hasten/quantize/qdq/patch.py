@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hasten.core.errors import PlanError, UnsupportedError
 from hasten.core.variant import Precision
-from hasten.quantize.qdq.constructs import Kinds
+from hasten.quantize.qdq.constructs import Kind
 from hasten.quantize.qdq.quantizer import LIMITS, Quantizer
 from hasten.quantize.qdq.rewrite import Options, Rewritten, is_rewritten, mapping, rewrite
 
@@ -24,15 +24,18 @@ _HOOK = "__init_subclass__"
 
 @contextmanager
 def patched(
-    precision: str = Precision.INT8, *, products: bool = True, residuals: bool = True, embeddings: bool = False
+    precision: str = Precision.INT8, *, products: bool = True, residuals: bool = False, embeddings: bool = False
 ) -> Iterator[None]:
     """Models of transformers that are made inside come with quantizers, and keep them afterwards.
 
-    `products` are those of two activations, in attention; `residuals` and `embeddings` the sums in front of norms.
+    Linear layers are quantized, and what is asked for: `products` of two activations, in attention; `residuals` and
+    `embeddings`, the sums in front of norms, which save a GPU the most traffic and cost the most accuracy. Quantizers
+    stand at all of them, so that `qdq.enable` can switch on later what was not asked for.
     """
     if precision not in LIMITS:
         raise PlanError(f"nobody quantizes to '{precision}' here", hint=f"one of {', '.join(LIMITS)}")
-    options = Options(Precision(precision), Kinds(products, residuals, embeddings))
+    asked = {Kind.PRODUCT: products, Kind.RESIDUAL: residuals, Kind.EMBEDDINGS: embeddings}
+    options = Options(Precision(precision), frozenset(kind for kind, is_on in asked.items() if is_on))
     with _Patch(options).in_place():
         yield
 

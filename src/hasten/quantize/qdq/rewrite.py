@@ -27,7 +27,7 @@ from hasten.quantize.qdq.architectures import LEFT_ALONE, NEEDS, Needs
 from hasten.quantize.qdq.constructs import (
     LINEAR,
     QUANTIZER,
-    Kinds,
+    Kind,
     Owner,
     Problem,
     Rewriter,
@@ -48,7 +48,13 @@ _SCRIPTED = "jit.script"
 @dataclass(frozen=True, slots=True)
 class Options:
     precision: Precision = Precision.INT8
-    kinds: Kinds = Kinds()
+    # What is switched on from the start, beside linear layers: quantizers stand everywhere, on or off.
+    on: frozenset[Kind] = frozenset({Kind.PRODUCT})
+
+    def quantizer(self, kind: str) -> Quantizer:
+        made = Quantizer(self.precision)
+        made.is_enabled = kind in self.on
+        return made
 
 
 @dataclass
@@ -101,12 +107,11 @@ class _Rewrite:
     names: set[str]
 
     def run(self) -> Rewritten:
-        precision = self.options.precision
         self.needs = NEEDS.get(self.module.__name__.rpartition(".")[2], Needs())
         self.namespace = dict(vars(self.module))
-        self.namespace[QUANTIZER] = partial(Quantizer, precision)
-        self.namespace[LINEAR] = partial(QuantizedLinear, precision=precision)
-        self.quantizers: dict[str, list[str]] = {}
+        self.namespace[QUANTIZER] = self.options.quantizer
+        self.namespace[LINEAR] = partial(QuantizedLinear, precision=self.options.precision)
+        self.quantizers: dict[str, dict[str, Kind]] = {}
         for node in self.tree.body:
             if isinstance(node, ast.FunctionDef):
                 self._function(node)
@@ -119,7 +124,7 @@ class _Rewrite:
         """Only one that has something to quantize: any other is the original's own."""
         self._note(node)
         owner = Owner(_module_argument(node))
-        rewritten = self._rewriter(owner, set()).visit(node)
+        rewritten = self._rewriter(owner, {}).visit(node)
         if any(_SCRIPTED in ast.unparse(decorator) for decorator in node.decorator_list) and owner.quantizers:
             owner.problems.append(Problem(f"@torch.{_SCRIPTED}", node.lineno, "it is compiled from its file"))
         self._keep_problems(node.name, owner)
@@ -135,11 +140,10 @@ class _Rewrite:
         owner = Owner("self")
         # Those of functions that find them on this module come first, so that its own do not take their names.
         for name in self._reached_functions(node):
-            owner.quantizers += [each for each in self.quantizers[name] if each not in owner.quantizers]
-        owner.taken |= set(owner.quantizers)
+            owner.quantizers |= self.quantizers[name]
         if not any(fnmatch(node.name, pattern) for pattern in LEFT_ALONE):
             is_summing = node.name in self.needs.sums
-            sums = find_sums(node, self._resolve, self.options.kinds, torch, all_of_forward=is_summing)
+            sums = find_sums(node, self._resolve, torch, all_of_forward=is_summing)
             for function in _functions(node):
                 owner.home = _own_argument(function)
                 self._rewriter(owner, sums).visit(function)
@@ -173,8 +177,8 @@ class _Rewrite:
         )
         exec(compile(whole, self.result.file, "exec", flags=flags, dont_inherit=True), self.namespace)
 
-    def _rewriter(self, owner: Owner, sums: set[int]) -> Rewriter:
-        return Rewriter(owner, self._resolve, sums, self.options.kinds, torch)
+    def _rewriter(self, owner: Owner, sums: Mapping[int, Kind]) -> Rewriter:
+        return Rewriter(owner, self._resolve, sums, torch)
 
     def _resolve(self, expression: ast.expr) -> Any:
         """What a dotted name means in the module, and None for anything else."""
@@ -213,14 +217,15 @@ def _parse(module: ModuleType) -> tuple[ast.Module, str]:
         return ast.parse(source.read(), file), file
 
 
-def _create(node: ast.ClassDef, names: list[str]) -> None:
+def _create(node: ast.ClassDef, names: Mapping[str, Kind]) -> None:
     """Put quantizers where `super().__init__()` has just made a module of it."""
     maker = next((part for part in _functions(node) if part.name == "__init__"), None)
     if maker is None:
         written = "def __init__(self, *args, **kwargs):\n    super().__init__(*args, **kwargs)"
         maker = _at(ast.parse(written).body[0], node)
         node.body.append(maker)
-    made = [ast.parse(f"{maker.args.args[0].arg}.{name} = {QUANTIZER}()").body[0] for name in names]
+    own = maker.args.args[0].arg
+    made = [ast.parse(f"{own}.{name} = {QUANTIZER}('{kind}')").body[0] for name, kind in names.items()]
     place = next((place for place, part in enumerate(maker.body) if _is_super_init(part)), len(maker.body) - 1)
     maker.body[place + 1 : place + 1] = [_at(each, maker.body[place]) for each in made]
 

@@ -59,12 +59,17 @@ def sensitivity(
 
 
 def relax(model: nn.Module, evaluate: Callable[[nn.Module], float], found: Sensitivity, max_drop: float) -> list[str]:
-    """Switch off the costliest, one after the other, until no more than `max_drop` is lost; tells which are off."""
+    """Switch off the costliest, one after the other, until no more than `max_drop` is lost; tells which are off.
+
+    All of a module's go together: a product of eight bits by float is one in float.
+    """
+    of_module = groups(model)
     off: list[str] = []
     for each in found.costs:
         if found.reference - evaluate(model) <= max_drop:
             break
-        off += disable(model, *each.quantizers)
+        for holder in dict.fromkeys(name.rpartition(".")[0] for name in each.quantizers):
+            off += disable(model, *of_module.pop(holder)) if holder in of_module else []
     return off
 
 
