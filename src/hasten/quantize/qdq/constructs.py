@@ -203,6 +203,8 @@ def _base(operand: ast.expr) -> str:
     match operand:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
+        case ast.Call(func=ast.Attribute(attr=name), args=[first, *_]) if name.endswith("_quantizer"):
+            return _base(first)
         case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[first, *_]) if "drop" in name:
             return _base(first)
         case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name)):
