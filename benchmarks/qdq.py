@@ -187,7 +187,9 @@ class Trial:
                 seed=0,
             )
             is_text = self.study.labelled is text_labelled
-            collator = transformers.DataCollatorWithPadding if is_text else transformers.DataCollatorForTokenClassification
+            collator = (
+                transformers.DataCollatorWithPadding if is_text else transformers.DataCollatorForTokenClassification
+            )
             trainer = transformers.Trainer(
                 model=self.model,
                 args=arguments,
@@ -254,7 +256,9 @@ def speed(work: Path) -> dict[str, Any]:
         "qdq": onnxruntime.InferenceSession(str(work / "qdq.onnx"), options),
     }
     kinds = Counter(node.op_type for node in onnx.load(work / "optimized.onnx").graph.node)
-    found: dict[str, Any] = {"operators": {kind: count for kind, count in kinds.items() if "Mat" in kind or "Q" in kind}}
+    found: dict[str, Any] = {
+        "operators": {kind: count for kind, count in kinds.items() if "Mat" in kind or "Q" in kind}
+    }
     for rows, length in SHAPES:
         ids = np.random.default_rng(0).integers(1000, 20000, (rows, length)).astype(np.int32)
         feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -148,9 +151,8 @@ def test_leaving_restores_the_very_same_functions(folder_of: Folders) -> None:
     with qdq.patched():
         inside = load(folder)
         direct = modeling_bert.BertForSequenceClassification(inside.config)
-    with pytest.raises(RuntimeError, match="on purpose"), qdq.patched():
-        load(folder)
-        raise RuntimeError("on purpose")
+    with pytest.raises(OSError, match="no such model"), qdq.patched():
+        load(folder / "no such model")
     after = functions(modeling_bert) | {f"base.{name}": value for name, value in vars(PreTrainedModel).items()}
     assert before.keys() == after.keys()
     assert [name for name in before if before[name] is not after[name]] == []
@@ -368,3 +370,19 @@ def test_a_model_that_cannot_be_rewritten_says_where(tmp_path: Path) -> None:
     tiny.save("xlnet", "ForSequenceClassification", tmp_path)
     with pytest.raises(UnsupportedError, match=r"torch\.einsum in '.*modeling_xlnet\.py:\d+"), qdq.patched():
         load(tmp_path)
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    """Every step of it, on its tiny model; the published one needs a hub."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, root / "examples" / "mnli_roberta.py", "--tiny", "--steps", "4", "--output", tmp_path]
+    paths = {"PYTHONPATH": os.pathsep.join(str(path) for path in (root / "src", os.environ.get("PYTHONPATH", "")))}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | paths, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "left in float:" in done.stdout
+    file = tmp_path / "graph" / "model.onnx"
+    assert f"{file}: " in done.stdout
+    feeds = tokenizer_of(tmp_path / "graph")("there is a cat", "I see the cat", return_tensors="pt")
+    answer, operators = run(file, feeds)
+    assert answer.shape == (1, 3)
+    assert operators["MatMulIntegerToFloat"]

@@ -60,9 +60,7 @@ class Owner:
 class Rewriter(ast.NodeTransformer):
     """Puts quantizers around operands, in one class or function."""
 
-    def __init__(
-        self, owner: Owner, resolve: Callable[[ast.expr], Any], sums: Mapping[int, Kind], torch: Any
-    ) -> None:
+    def __init__(self, owner: Owner, resolve: Callable[[ast.expr], Any], sums: Mapping[int, Kind], torch: Any) -> None:
         self.owner = owner
         self.resolve = resolve
         # The additions to quantize, by identity: found before, because rewriting makes new nodes.
@@ -74,7 +72,7 @@ class Rewriter(ast.NodeTransformer):
             getattr(space, name) for space in (torch, torch.nn.functional) for name in _UNKNOWN if hasattr(space, name)
         ]
 
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:  # noqa: N802 -- ast calls it by this name
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         kind = Kind.PRODUCT if isinstance(node.op, ast.MatMult) else self.sums.get(id(node))
         self.generic_visit(node)
         if kind is not None:
@@ -82,7 +80,7 @@ class Rewriter(ast.NodeTransformer):
             node.right = self._quantized(node.right, node, kind)
         return node
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:  # noqa: N802
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         kind = self.sums.get(id(node))
         self.generic_visit(node)
         if kind is None or not isinstance(node.target, ast.Name):
@@ -91,7 +89,7 @@ class Rewriter(ast.NodeTransformer):
         value = ast.BinOp(self._quantized(before, node, kind), node.op, self._quantized(node.value, node, kind))
         return ast.copy_location(ast.Assign([node.target], ast.copy_location(value, node)), node)
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         function = self.resolve(node.func)
         self.generic_visit(node)
         if function is self.torch.nn.Linear:

@@ -103,7 +103,7 @@ class Rounded(torch.autograd.Function):
     """Rounding that gradients pass straight through where nothing was cut off; in graphs, a pair of nodes."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, scale: Tensor, precision: Precision, channels: int | None) -> Tensor:
+    def forward(ctx: Any, values: Tensor, scale: Tensor, precision: Precision, _: int | None) -> Tensor:
         ctx.limit = LIMITS[precision]
         ctx.save_for_backward(values, scale)
         return rounded(values, scale, precision)
