@@ -1,6 +1,6 @@
 """What quantizing by rewriting costs and gains: two real models, after calibration alone and after short training.
 
-    python benchmarks/qdq.py accuracy --models DIR --data DIR --work DIR [--only sst2 wnut17]
+    python benchmarks/qdq.py accuracy --models DIR --data DIR --work DIR [--only sst2 wnut17] [--training-rows N]
     python benchmarks/qdq.py speed --work DIR [--only sst2 wnut17]
 
 DIR with assemble.py, DIR with the labelled rows, DIR for the graphs that `accuracy` leaves to `speed`. Ranges, the
@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,14 @@ class Trial:
     tokenizer: Tokenizer
     data: Path
     work: Path
+    training_rows: int | None
+    save: Callable[[dict[str, Any]], None]
 
     @property
     def model(self) -> Any:
         return self.loaded.module.model
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> None:
         rows = read_rows(self.data / self.study.data, spec=self.loaded.task)
         expected = self._answers(rows)
         assert expected.metric is not None
@@ -105,18 +108,27 @@ class Trial:
         export(self.loaded, self.work / "fp32.onnx")
         seen = observe(self.model, self._batches(CALIBRATION_ROWS))
         result["calibration_rows"] = CALIBRATION_ROWS
-        for method in (("max", None), ("mse", None), ("percentile", 99.99)):
+        for method, sums in (
+            (("max", None), ()),
+            (("mse", None), ()),
+            (("percentile", 99.99), ("*.hidden_states_quantizer", "*.input_tensor_quantizer")),
+            (("percentile", 99.99), ()),
+        ):
             set_ranges(self.model, seen, method)
-            result["ptq " + " ".join(str(part) for part in method if part)] = self._judged(expected, rows)
-            print(method, result, flush=True)
+            if sums:
+                qdq.enable(self.model, *sums)
+            name = " ".join(str(part) for part in ("ptq", *method, "with residuals" if sums else None) if part)
+            result[name] = self._judged(expected, rows)
+            if sums:
+                qdq.disable(self.model, *sums)
+            self.save(result)
 
         float_outputs = self._outputs(off=True)
 
-        def closeness(model: Any) -> float:
+        def closeness(_: Any) -> float:
             return -relative_error(self._outputs(), float_outputs)
 
         found = qdq.sensitivity(self.model, closeness, qdq.groups(self.model))
-        print(found, flush=True)
         before = closeness(self.model)
         off = qdq.relax(self.model, closeness, found, max_drop=-before / 2)
         result["search"] = {
@@ -127,12 +139,12 @@ class Trial:
             "costliest": [asdict(each) for each in found.costs[:8]],
         }
         result["after the search"] = self._judged(expected, rows)
-        print(result["after the search"], flush=True)
+        self.save(result)
         result["training"] = self._train()
         result["after training"] = self._judged(expected, rows)
-        print(result["after training"], flush=True)
+        self.save(result)
         result["onnxruntime"] = self._exported(expected, rows)
-        return result
+        self.save(result)
 
     def _answers(self, rows: list[Any]) -> Expectation:
         artifact = Artifact(self.loaded.baseline, self.loaded.signature, self.work, {})
@@ -173,7 +185,7 @@ class Trial:
 
     def _train(self) -> dict[str, Any]:
         """One pass over the calibration rows, by transformers' own Trainer."""
-        rows, begin = self._trainable(), time.perf_counter()
+        rows, begin = self._trainable()[: self.training_rows], time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             arguments = transformers.TrainingArguments(
                 folder,
@@ -236,15 +248,15 @@ def drop(loaded: LoadedModel, expected: Expectation, answers: Expectation) -> di
     return {"value": answers.metric.value, "drop_points": asdict(found)}
 
 
-def accuracy(name: str, models: Path, data: Path, work: Path) -> dict[str, Any]:
+def accuracy(name: str, asked: argparse.Namespace, work: Path, save: Callable[[dict[str, Any]], None]) -> None:
     work.mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, models / "assemble.py", name, work / "model"], check=True)
+    subprocess.run([sys.executable, asked.models / "assemble.py", name, work / "model"], check=True)
     plan = Plan(model=str(work / "model"))
     with qdq.patched():
         loaded = load_model(find_model(plan), plan)
     save_tokenizer(loaded, work / "tokenizer.json")
     tokenizer = Tokenizer.open(work / "tokenizer.json", loaded.tokenizer)
-    return Trial(STUDIES[name], loaded, tokenizer, data, work).run()
+    Trial(STUDIES[name], loaded, tokenizer, asked.data, work, asked.training_rows, save).run()
 
 
 def speed(work: Path) -> dict[str, Any]:
@@ -284,25 +296,30 @@ def main() -> None:
     parser.add_argument("--models", type=Path, help="directory with assemble.py")
     parser.add_argument("--data", type=Path, help="directory with the labelled rows")
     parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--training-rows", type=int, help="of the calibration rows, where there is little time")
     parser.add_argument("--only", nargs="+", default=list(STUDIES), choices=list(STUDIES))
     asked = parser.parse_args()
     transformers.logging.disable_progress_bar()
     for name in asked.only:
-        found = (
-            accuracy(name, asked.models, asked.data, asked.work / name)
-            if asked.what == "accuracy"
-            else speed(asked.work / name)
-        )
-        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        results.setdefault(name, {})[asked.what] = {
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": asdict(this_machine()),
-            "commit": commit.stdout.strip(),
-            **found,
-        }
-        RESULTS.write_text(json.dumps(results, indent=1, default=str) + "\n")
-        print(json.dumps(found, indent=1, default=str))
+        save = partial(write, name, asked.what)
+        if asked.what == "accuracy":
+            accuracy(name, asked, asked.work / name, save)
+        else:
+            save(speed(asked.work / name))
+
+
+def write(name: str, what: str, found: dict[str, Any]) -> None:
+    """Stage by stage: a study takes long."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results.setdefault(name, {})[what] = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": asdict(this_machine()),
+        "commit": commit.stdout.strip(),
+        **found,
+    }
+    RESULTS.write_text(json.dumps(results, indent=1, default=str) + "\n")
+    print(name, what, list(found)[-1], found[list(found)[-1]], flush=True)
 
 
 if __name__ == "__main__":

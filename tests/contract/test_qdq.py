@@ -132,6 +132,15 @@ def test_every_architecture_calibrates_exports_and_runs_in_integers(
     assert not operators["MatMul"] + operators["FusedMatMul"]
 
 
+def test_whole_numbers_are_counted_as_tensorrt_takes_it(folder_of: Folders) -> None:
+    """RoBERTa's positions: CumSum of floats."""
+    folder = folder_of("roberta")
+    graph = exported(quantized(folder), tokenizer_of(folder)).graph
+    [count] = [node for node in graph.node if node.op_type == "CumSum"]
+    [cast] = [node for node in graph.node if node.output[0] == count.input[0]]
+    assert (cast.op_type, cast.attribute[0].i) == ("Cast", onnx.TensorProto.FLOAT)
+
+
 def functions(module: Any) -> dict[str, Any]:
     """Everything in a module that can be called, classes with all that is written in them."""
     found = {}

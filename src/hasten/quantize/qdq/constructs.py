@@ -8,16 +8,33 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import torch
+from torch import nn
+
+from hasten.quantize.qdq.replacements import REPLACEMENTS, name_of
+
 # Injected into the namespace in which rewritten code runs.
 QUANTIZER = "_hasten_quantizer"
 LINEAR = "_hasten_linear"
 
 # How many of the first arguments are operands.
-_PRODUCTS = {"matmul": 2, "bmm": 2, "mm": 2}
-_OF_METHODS = ("matmul", "bmm", "mm")
-_ATTENTION = "scaled_dot_product_attention"
+_PRODUCTS = {
+    torch.matmul: 2,
+    torch.bmm: 2,
+    torch.mm: 2,
+    nn.functional.scaled_dot_product_attention: 3,
+}
+_METHODS = ("matmul", "bmm", "mm")
 # Products that no runtime has an eight-bit kernel for, in the form in which they are written.
-_UNKNOWN = ("einsum", "baddbmm", "addmm", "addbmm", "tensordot", "bilinear", "multi_head_attention_forward")
+_UNKNOWN = (
+    torch.einsum,
+    torch.baddbmm,
+    torch.addmm,
+    torch.addbmm,
+    torch.tensordot,
+    nn.functional.bilinear,
+    nn.functional.multi_head_attention_forward,
+)
 
 
 class Kind(StrEnum):
@@ -45,6 +62,7 @@ class Owner:
     home: str | None
     quantizers: dict[str, Kind] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    is_changed: bool = False
 
     def name(self, operand: ast.expr, kind: Kind) -> str:
         """After what stands there; a second one of the same name gets a number."""
@@ -54,23 +72,18 @@ class Owner:
             count += 1
             name = f"{base}_{count}_quantizer"
         self.quantizers[name] = kind
+        self.is_changed = True
         return name
 
 
 class Rewriter(ast.NodeTransformer):
     """Puts quantizers around operands, in one class or function."""
 
-    def __init__(self, owner: Owner, resolve: Callable[[ast.expr], Any], sums: Mapping[int, Kind], torch: Any) -> None:
+    def __init__(self, owner: Owner, resolve: Callable[[ast.expr], Any], sums: Mapping[int, Kind]) -> None:
         self.owner = owner
         self.resolve = resolve
         # The additions to quantize, by identity: found before, because rewriting makes new nodes.
         self.sums = sums
-        self.torch = torch
-        self._quantizable = {getattr(torch, name): count for name, count in _PRODUCTS.items()}
-        self._quantizable[getattr(torch.nn.functional, _ATTENTION)] = 3
-        self._unknown = [
-            getattr(space, name) for space in (torch, torch.nn.functional) for name in _UNKNOWN if hasattr(space, name)
-        ]
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         kind = Kind.PRODUCT if isinstance(node.op, ast.MatMult) else self.sums.get(id(node))
@@ -92,22 +105,27 @@ class Rewriter(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         function = self.resolve(node.func)
         self.generic_visit(node)
-        if function is self.torch.nn.Linear:
-            node.func = ast.copy_location(ast.Name(LINEAR, ast.Load()), node.func)
-            return node
-        if _is_in(function, self._unknown):
+        if function is nn.Linear:
+            self._call(node, LINEAR)
+        elif any(function is each for each in REPLACEMENTS):
+            self._call(node, name_of(function))
+        elif any(function is each for each in _UNKNOWN):
             self._refuse(node, "no runtime multiplies it in eight bits")
-            return node
-        if function is not None:
-            count = next((count for known, count in self._quantizable.items() if known is function), 0)
-            if count and len(node.args) < count:
+        elif function is not None:
+            count = next((count for product, count in _PRODUCTS.items() if product is function), 0)
+            if len(node.args) < count:
                 self._refuse(node, "its operands are not its first arguments")
-                return node
-            node.args[:count] = [self._quantized(operand, node) for operand in node.args[:count]]
-        elif isinstance(node.func, ast.Attribute) and node.func.attr in _OF_METHODS and len(node.args) == 1:
+            else:
+                node.args[:count] = [self._quantized(operand, node) for operand in node.args[:count]]
+        elif isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS and len(node.args) == 1:
             node.func.value = self._quantized(node.func.value, node)
             node.args = [self._quantized(node.args[0], node)]
         return node
+
+    def _call(self, node: ast.Call, name: str) -> None:
+        """Another function, by a name that is ours."""
+        node.func = ast.copy_location(ast.Name(name, ast.Load()), node.func)
+        self.owner.is_changed = True
 
     def _quantized(self, operand: ast.expr, construct: ast.AST, kind: Kind = Kind.PRODUCT) -> ast.expr:
         if isinstance(operand, ast.Constant):
@@ -128,13 +146,11 @@ class Rewriter(ast.NodeTransformer):
             self.owner.problems.append(problem)
 
 
-def find_sums(
-    node: ast.ClassDef, resolve: Callable[[ast.expr], Any], torch: Any, *, all_of_forward: bool
-) -> dict[int, Kind]:
+def find_sums(node: ast.ClassDef, resolve: Callable[[ast.expr], Any], *, all_of_forward: bool) -> dict[int, Kind]:
     """Additions whose result a norm takes: of residuals or, in a class that has tables, of embeddings."""
     makers = dict(_attributes(node))
-    norms = {name for name, maker in makers.items() if _is_norm(resolve(maker), torch)}
-    has_tables = any(resolve(maker) is torch.nn.Embedding for maker in makers.values())
+    norms = {name for name, maker in makers.items() if _is_norm(resolve(maker))}
+    has_tables = any(resolve(maker) is nn.Embedding for maker in makers.values())
     kind = Kind.EMBEDDINGS if has_tables else Kind.RESIDUAL
     found: list[ast.AST] = []
     for function in (part for part in node.body if isinstance(part, ast.FunctionDef)):
@@ -189,12 +205,8 @@ def _attribute_of_self(node: ast.expr) -> str | None:
     return node.attr if is_own else None  # type: ignore[attr-defined]
 
 
-def _is_norm(maker: Any, torch: Any) -> bool:
-    return isinstance(maker, type) and issubclass(maker, torch.nn.Module) and maker.__name__.endswith("Norm")
-
-
-def _is_in(value: Any, known: list[Any]) -> bool:
-    return any(value is one for one in known)
+def _is_norm(maker: Any) -> bool:
+    return isinstance(maker, type) and issubclass(maker, nn.Module) and maker.__name__.endswith("Norm")
 
 
 def _base(operand: ast.expr) -> str:

@@ -123,11 +123,11 @@ def _complete(kind: Any) -> None:
     initialize = kind._init_weights
 
     def initialize_weights(model: Any, module: nn.Module) -> None:
-        # Checkpoints that do not know of quantizers leave them without numbers.
-        if isinstance(module, Quantizer):
-            module.forget()
-        else:
+        if not isinstance(module, Quantizer):
             initialize(model, module)
+        # Of a checkpoint that does not know of quantizers, their numbers are whatever was in memory.
+        elif not getattr(module.amax, "_is_hf_initialized", False):
+            module.forget()
 
     kind._init_weights = initialize_weights
     kind._keys_to_ignore_on_load_missing = [*(kind._keys_to_ignore_on_load_missing or ()), r"quantizer\.amax$"]

@@ -66,7 +66,7 @@ class Quantizer(nn.Module):
         self.amax = values.to(self.amax.device).clamp_min(_SMALLEST).clone()
 
     def forget(self) -> None:
-        self.amax = self._unknown()
+        self.amax = self._unknown().to(self.amax.device)
 
     def _unknown(self) -> Tensor:
         return torch.full(() if self.channels is None else (self.channels,), math.nan)

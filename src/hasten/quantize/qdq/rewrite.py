@@ -18,7 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
 from hasten.core.errors import UnsupportedError
@@ -35,6 +34,7 @@ from hasten.quantize.qdq.constructs import (
     referenced,
 )
 from hasten.quantize.qdq.quantizer import QuantizedLinear, Quantizer
+from hasten.quantize.qdq.replacements import REPLACEMENTS, name_of
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -111,6 +111,7 @@ class _Rewrite:
         self.namespace = dict(vars(self.module))
         self.namespace[QUANTIZER] = self.options.quantizer
         self.namespace[LINEAR] = partial(QuantizedLinear, precision=self.options.precision)
+        self.namespace |= {name_of(function): replacement for function, replacement in REPLACEMENTS.items()}
         self.quantizers: dict[str, dict[str, Kind]] = {}
         for node in self.tree.body:
             if isinstance(node, ast.FunctionDef):
@@ -121,15 +122,15 @@ class _Rewrite:
         return self.result
 
     def _function(self, node: ast.FunctionDef) -> None:
-        """Only one that has something to quantize: any other is the original's own."""
+        """Only one in which something changes: any other is the original's own."""
         self._note(node)
         owner = Owner(_module_argument(node))
         rewritten = self._rewriter(owner, {}).visit(node)
-        if any(_SCRIPTED in ast.unparse(decorator) for decorator in node.decorator_list) and owner.quantizers:
+        if any(_SCRIPTED in ast.unparse(decorator) for decorator in node.decorator_list) and owner.is_changed:
             owner.problems.append(Problem(f"@torch.{_SCRIPTED}", node.lineno, "it is compiled from its file"))
         self._keep_problems(node.name, owner)
         self.quantizers[node.name] = owner.quantizers
-        if owner.quantizers and not owner.problems:
+        if owner.is_changed and not owner.problems:
             self._execute(rewritten)
 
     def _class(self, node: ast.ClassDef) -> None:
@@ -143,7 +144,7 @@ class _Rewrite:
             owner.quantizers |= self.quantizers[name]
         if not any(fnmatch(node.name, pattern) for pattern in LEFT_ALONE):
             is_summing = node.name in self.needs.sums
-            sums = find_sums(node, self._resolve, torch, all_of_forward=is_summing)
+            sums = find_sums(node, self._resolve, all_of_forward=is_summing)
             for function in _functions(node):
                 owner.home = _own_argument(function)
                 self._rewriter(owner, sums).visit(function)
@@ -178,7 +179,7 @@ class _Rewrite:
         exec(compile(whole, self.result.file, "exec", flags=flags, dont_inherit=True), self.namespace)
 
     def _rewriter(self, owner: Owner, sums: Mapping[int, Kind]) -> Rewriter:
-        return Rewriter(owner, self._resolve, sums, torch)
+        return Rewriter(owner, self._resolve, sums)
 
     def _resolve(self, expression: ast.expr) -> Any:
         """What a dotted name means in the module, and None for anything else."""
@@ -231,7 +232,7 @@ def _create(node: ast.ClassDef, names: Mapping[str, Kind]) -> None:
 
 
 def _is_super_init(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and "__init__" in ast.unparse(node.value).partition("(")[2]
+    return isinstance(node, ast.Expr) and ".__init__(" in ast.unparse(node.value)
 
 
 def _at(node: Any, place: ast.AST) -> Any:
