@@ -12,6 +12,7 @@ was run, by the tests, is every step with `--tiny`.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,7 +106,7 @@ def published(model: str) -> tuple[str, Rows, Rows]:
 
 def tiny(folder: Path) -> tuple[str, Rows, Rows]:
     """A RoBERTa of two layers, and rows whose answer is whether they name the same thing."""
-    from tokenizers import ByteLevelBPETokenizer
+    import tokenizers
 
     things = ("cat", "dog", "ship", "lamp")
     draw = random.Random(0)
@@ -121,17 +122,19 @@ def tiny(folder: Path) -> tuple[str, Rows, Rows]:
                 "label": label,
             }
         )
-    learned = ByteLevelBPETokenizer()
-    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    learned.train_from_iterator(
-        [row["premise"] + " " + row["hypothesis"] for row in rows],
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    learner.pre_tokenizer = byte_level
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=320,
-        special_tokens=special,
+        special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"],
+        initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    learned.save_model(str(folder))
-    tokenizer = transformers.RobertaTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    learner.train_from_iterator([f"{row['premise']} {row['hypothesis']}" for row in rows], trainer)
+    learned = json.loads(learner.to_str())["model"]
+    merges = [tuple(merge) for merge in learned["merges"]]
+    tokenizer = transformers.RobertaTokenizer(vocab=learned["vocab"], merges=merges, model_max_length=64)
     config = transformers.RobertaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -145,7 +148,6 @@ def tiny(folder: Path) -> tuple[str, Rows, Rows]:
     )
     torch.manual_seed(0)
     transformers.RobertaForSequenceClassification(config).save_pretrained(folder)
-    tokenizer.model_max_length = 64
     tokenizer.save_pretrained(folder)
     return str(folder), rows[:256], rows[256:]
 
