@@ -15,11 +15,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hasten.builder.export import IR_VERSION, silent_stdout
+from hasten.builder.export import IR_VERSION
 from hasten.builder.load import first_line, quiet_libraries
 from hasten.builder.operators import About, CausalAttention, FullAttention, Head
 from hasten.builder.straighten import straighten
 from hasten.core.errors import StageError, UnsupportedError
+from hasten.exporter import silent_stdout
 from hasten.graph import read_graph, write_graph
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]

@@ -13,6 +13,8 @@ from hasten.core.errors import HastenError, PlanError, StageError, UnsupportedEr
 
 _TRANSFORMERS = "transformers.PreTrainedModel"
 _PEFT = "peft.PeftModel"
+# What hasten.quantize.qdq puts into a model.
+_QUANTIZER = "hasten.Quantizer"
 # These carry their tokenizer.
 _WHOLE = ("sentence_transformers.SentenceTransformer", "sentence_transformers.CrossEncoder")
 
@@ -79,6 +81,11 @@ def _save(model: Any, tokenizer: Any, folder: str) -> None:
     from hasten.builder.load import quiet_libraries
 
     with quiet_libraries():
+        if any(_QUANTIZER in _kinds(part) for part in model.modules()):
+            from hasten.quantize.qdq import export
+
+            export(model, tokenizer, folder)  # as a graph: of its weights alone, nobody would know its ranges
+            return
         if _PEFT in _kinds(model):
             if model.active_peft_config.is_prompt_learning:
                 kind = model.active_peft_config.peft_type

@@ -1,0 +1,164 @@
+"""MNLI with RoBERTa in int8: calibrated, searched, trained with quantizers in it, exported, built.
+
+    pip install 'hasten[build,data]' accelerate
+    python examples/mnli_roberta.py --model MODEL --output DIR     # a RoBERTa fine-tuned on MNLI, with its three labels
+    python examples/mnli_roberta.py --tiny --output DIR            # the same steps on a tiny model and made-up rows
+
+The steps are those by which transformer-deploy quantized RoBERTa for the GPU in 2021. Without `--tiny` it downloads
+the model and `nyu-mll/glue` from the hub. That way was written without access to either, and has not been run; what
+was run, by the tests, is every step with `--tiny`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from hasten.quantize import qdq
+
+LABELS = ("entailment", "neutral", "contradiction")
+Rows = list[dict[str, Any]]
+
+
+def main(asked: argparse.Namespace) -> None:
+    source, train, validation = tiny(asked.output / "tiny") if asked.tiny else published(asked.model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    calibrating, searching = train[:256], train[256:512] or train
+
+    with qdq.patched(), qdq.calibration("percentile", 99.99) as calibrate:
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(source).eval()
+        labels = {label.lower(): place for label, place in model.config.label2id.items()}
+        before = accuracy(model, tokenizer, validation, labels)
+        calibrate(model, batches(tokenizer, calibrating))
+    print(f"float {before:.4f}, calibrated {accuracy(model, tokenizer, validation, labels):.4f}")
+
+    # Judged by what it was not calibrated on, and not by what is reported.
+    def evaluate(candidate: Any) -> float:
+        return accuracy(candidate, tokenizer, searching, labels)
+
+    found = qdq.sensitivity(model, evaluate, qdq.groups(model))
+    print(found)
+    off = qdq.relax(model, evaluate, found, max_drop=0.004)
+    print(f"left in float: {', '.join(off) or 'nothing'}")
+
+    trainer = transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(
+            str(asked.output / "training"),
+            learning_rate=1e-5,
+            per_device_train_batch_size=32,
+            max_steps=asked.steps,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=asked.tiny,
+            use_cpu=asked.tiny,
+        ),
+        train_dataset=[
+            {**tokenizer(row["premise"], row["hypothesis"], truncation=True), "labels": labels[row["label"]]}
+            for row in train
+        ],
+        data_collator=transformers.DataCollatorWithPadding(tokenizer),
+    )
+    trainer.train()
+    print(f"trained {accuracy(model.eval(), tokenizer, validation, labels):.4f}")
+
+    # From here on it is an ordinary model in ONNX: `hasten build DIR/graph` verifies, times and bundles it.
+    file = qdq.export(model.cpu(), tokenizer, asked.output / "graph")
+    print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
+
+
+def accuracy(model: Any, tokenizer: Any, rows: Rows, labels: dict[str, int]) -> float:
+    right = 0
+    with torch.inference_mode():
+        for begin, feeds in enumerate(batches(tokenizer, rows)):
+            gold = torch.tensor([labels[row["label"]] for row in rows[begin * 32 : begin * 32 + 32]])
+            answers = model(**{name: value.to(model.device) for name, value in feeds.items()}).logits.argmax(dim=-1)
+            right += int((answers.cpu() == gold).sum())
+    return right / len(rows)
+
+
+def batches(tokenizer: Any, rows: Rows) -> Iterator[Any]:
+    for begin in range(0, len(rows), 32):
+        some = rows[begin : begin + 32]
+        premises, hypotheses = [row["premise"] for row in some], [row["hypothesis"] for row in some]
+        yield tokenizer(premises, hypotheses, padding=True, truncation=True, return_tensors="pt")
+
+
+def published(model: str) -> tuple[str, Rows, Rows]:
+    """From the hub: twenty thousand rows are enough to train on for a short while."""
+    import datasets
+
+    def read(split: str) -> Rows:
+        rows = datasets.load_dataset("nyu-mll/glue", "mnli", split=split)
+        return [
+            {"premise": row["premise"], "hypothesis": row["hypothesis"], "label": LABELS[row["label"]]} for row in rows
+        ]
+
+    return model, read("train[:20000]"), read("validation_matched")
+
+
+def tiny(folder: Path) -> tuple[str, Rows, Rows]:
+    """A RoBERTa of two layers, and rows whose answer is whether they name the same thing."""
+    import tokenizers
+
+    things = ("cat", "dog", "ship", "lamp")
+    draw = random.Random(0)
+    rows = []
+    for _ in range(320):
+        label = draw.choice(LABELS)
+        first = draw.choice(things)
+        second = first if label == "entailment" else draw.choice([thing for thing in things if thing != first])
+        rows.append(
+            {
+                "premise": f"there is a {first}",
+                "hypothesis": "perhaps not" if label == "neutral" else f"I see the {second}",
+                "label": label,
+            }
+        )
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    learner.pre_tokenizer = byte_level
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    learner.train_from_iterator([f"{row['premise']} {row['hypothesis']}" for row in rows], trainer)
+    learned = json.loads(learner.to_str())["model"]
+    merges = [tuple(merge) for merge in learned["merges"]]
+    tokenizer = transformers.RobertaTokenizer(vocab=learned["vocab"], merges=merges, model_max_length=64)
+    config = transformers.RobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=66,
+        type_vocab_size=1,
+        id2label=dict(enumerate(LABELS)),
+        label2id={label: place for place, label in enumerate(LABELS)},
+    )
+    torch.manual_seed(0)
+    transformers.RobertaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder), rows[:256], rows[256:]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a RoBERTa that was fine-tuned on MNLI: hub id or directory")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and made-up rows, in a minute")
+    parser.add_argument("--steps", type=int, default=300, help="of training")
+    parser.add_argument("--output", type=Path, required=True)
+    given = parser.parse_args()
+    if not given.tiny and given.model is None:
+        parser.error("--model or --tiny")
+    main(given)

@@ -1,0 +1,83 @@
+"""Which quantizer costs how much: each asked about alone, the others off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from hasten.quantize.qdq.switch import disable, quantizers, switched
+
+_BAR = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What is lost with these quantizers alone."""
+
+    name: str
+    quantizers: tuple[str, ...]
+    value: float
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """The costliest first. As text: a table with bars."""
+
+    reference: float
+    costs: tuple[Cost, ...]
+
+    def __str__(self) -> str:
+        width = max(len(each.name) for each in self.costs)
+        largest = max(abs(each.cost) for each in self.costs) or 1.0
+        lines = [f"{'all off':{width}}  {self.reference:9.4f}"]
+        for each in self.costs:
+            bar = "█" * round(_BAR * max(each.cost, 0.0) / largest)
+            lines.append(f"{each.name:{width}}  {each.value:9.4f}  {-each.cost:+9.4f}  {bar}".rstrip())
+        return "\n".join(lines)
+
+
+def sensitivity(
+    model: nn.Module, evaluate: Callable[[nn.Module], float], among: Mapping[str, Sequence[str]] | None = None
+) -> Sensitivity:
+    """`evaluate` gives a number of which more is better; it is asked once for each quantizer that is on.
+
+    `among` are groups of them, each asked about as one (`qdq.groups`), where every single one would take too long.
+    """
+    active = [name for name, part in quantizers(model).items() if part.is_active]
+    asked = among if among is not None else {name: (name,) for name in active}
+    costs: list[Cost] = []
+    with switched(model, off=("*",)):
+        reference = evaluate(model)
+        for name, members in asked.items():
+            with switched(model, on=tuple(members)):
+                value = evaluate(model)
+            costs.append(Cost(name, tuple(members), value, reference - value))
+    return Sensitivity(reference, tuple(sorted(costs, key=lambda each: -each.cost)))
+
+
+def relax(model: nn.Module, evaluate: Callable[[nn.Module], float], found: Sensitivity, max_drop: float) -> list[str]:
+    """Switch off the costliest, one after the other, until no more than `max_drop` is lost; tells which are off.
+
+    All of a module's go together: a product of eight bits by float is one in float.
+    """
+    of_module = groups(model)
+    off: list[str] = []
+    for each in found.costs:
+        if found.reference - evaluate(model) <= max_drop:
+            break
+        for holder in dict.fromkeys(name.rpartition(".")[0] for name in each.quantizers):
+            off += disable(model, *of_module.pop(holder)) if holder in of_module else []
+    return off
+
+
+def groups(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """The quantizers that are on, by the module that holds them: a linear layer, an attention, a sum."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, part in quantizers(model).items():
+        if part.is_active:
+            holder = name.rpartition(".")[0]
+            found[holder] = (*found.get(holder, ()), name)
+    return found

@@ -1,0 +1,134 @@
+"""Histograms that grow, and where each method cuts off; rounding against its definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from hasten.core.errors import InputError, PlanError, StageError  # noqa: E402
+from hasten.core.variant import Precision  # noqa: E402
+from hasten.quantize.qdq.quantizer import QuantizedLinear, Quantizer  # noqa: E402
+from hasten.quantize.qdq.ranges import Histogram, Method, check_method, find_range  # noqa: E402
+
+
+def seen(values: torch.Tensor, parts: int = 1) -> Histogram:
+    histogram = Histogram()
+    for part in values.chunk(parts):
+        histogram.see(part)
+    return histogram
+
+
+def with_outliers() -> torch.Tensor:
+    torch.manual_seed(0)
+    values = torch.randn(200_000)
+    values[:4] = 50.0
+    return values
+
+
+def test_streaming_sees_what_the_whole_shows() -> None:
+    values = with_outliers().flip(0)  # the outliers last: the range has to grow
+    whole, streamed = seen(values), seen(values, 7)
+    assert streamed.largest == whole.largest == 50.0
+    assert streamed.counts.sum() == whole.counts.sum() == len(values)
+    for method in (Method.MAX, Method.PERCENTILE, Method.MSE):
+        ranges = [find_range(each, method, None, Precision.INT8) for each in (whole, streamed)]
+        assert ranges[0] == pytest.approx(ranges[1], rel=0.03)
+
+
+def test_each_method_cuts_off_where_it_should() -> None:
+    histogram = seen(with_outliers())
+    expected = float(np.percentile(with_outliers().abs().numpy(), 99.9))
+    assert find_range(histogram, Method.MAX, None, Precision.INT8) == 50.0
+    assert find_range(histogram, Method.PERCENTILE, 99.9, Precision.INT8) == pytest.approx(expected, abs=0.03)
+    entropy = find_range(histogram, Method.ENTROPY, None, Precision.INT8)
+    assert 2.0 < entropy < 25.0
+
+
+@pytest.mark.parametrize("precision", [Precision.INT8, Precision.FP8])
+def test_mse_is_the_best_of_all_ranges(precision: Precision) -> None:
+    values = with_outliers()
+    best = find_range(seen(values), Method.MSE, None, precision)
+
+    def error(amax: float) -> float:
+        quantizer = Quantizer(precision)
+        quantizer.set_range(amax)
+        return float((quantizer(values) - values).square().mean())
+
+    assert all(error(best) <= 1.05 * error(amax) for amax in (1.0, 3.0, 5.0, 10.0, 20.0, 50.0))
+
+
+def test_bad_wishes_are_refused() -> None:
+    for method, value, precision in [
+        ("median", None, Precision.INT8),
+        ("max", 99.0, Precision.INT8),
+        ("percentile", 101.0, Precision.INT8),
+        ("entropy", None, Precision.FP8),
+    ]:
+        with pytest.raises(PlanError):
+            check_method(method, value, precision)
+    with pytest.raises(InputError, match="no rows"):
+        find_range(Histogram(), Method.MAX, None, Precision.INT8)
+    with pytest.raises(StageError, match="not finite"):
+        seen(torch.tensor([1.0, float("inf")]))
+
+
+def test_a_product_equals_integers_multiplied_in_float64() -> None:
+    torch.manual_seed(1)
+    layer = QuantizedLinear(64, 48, precision=Precision.INT8).eval()
+    values = torch.randn(5, 64) * 3
+    layer.input_quantizer.set_range(4.0)  # below the largest: some are cut off
+    layer.measure_weight()
+    weight, bias = layer.weight.detach().numpy(), layer.bias.detach().numpy()
+    scales = np.abs(weight).max(axis=1) / np.float32(127)
+    step = np.float32(4.0) / np.float32(127)
+    left = np.clip(np.rint(values.numpy() / step), -128, 127).astype(np.int64)
+    right = np.rint(weight / scales[:, None]).astype(np.int64)
+    exact = (left @ right.T).astype(np.float64) * np.float64(step) * scales.astype(np.float64) + bias
+    assert values.abs().max() > 4.0
+    np.testing.assert_allclose(layer(values).detach().numpy(), exact, rtol=0, atol=2e-5)
+
+
+def test_a_product_in_fp8_equals_its_rounded_operands_in_float64() -> None:
+    torch.manual_seed(1)
+    layer = QuantizedLinear(64, 48, bias=False, precision=Precision.FP8).eval()
+    values = torch.randn(5, 64) * 3
+    layer.input_quantizer.set_range(4.0)
+    layer.measure_weight()
+
+    def nearest(array: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        """By looking for it among all numbers of e4m3, ties to the even mantissa."""
+        bits = np.arange(256, dtype=np.uint8)
+        grid = torch.from_numpy(bits).view(torch.float8_e4m3fn).float().numpy()
+        bits, grid = bits[np.isfinite(grid)], grid[np.isfinite(grid)].astype(np.float64)
+        distances = np.abs((array / scale).astype(np.float64)[..., None] - grid)
+        ties = distances == distances.min(axis=-1, keepdims=True)
+        return grid[np.where(ties, 1 - bits.astype(int) % 2, -1).argmax(axis=-1)] * scale.astype(np.float64)
+
+    weight = layer.weight.detach().numpy()
+    scales = (np.abs(weight).max(axis=1) / np.float32(448))[:, None]
+    exact = nearest(values.numpy(), np.full(1, 4 / 448, np.float32)) @ nearest(weight, scales).T
+    np.testing.assert_allclose(layer(values).detach().numpy(), exact, rtol=0, atol=2e-5)
+
+
+def test_gradients_pass_straight_through_what_was_not_cut_off() -> None:
+    quantizer = Quantizer(Precision.INT8)
+    quantizer.set_range(1.0)
+    values = torch.tensor([0.3, -0.9, 2.0, -3.0], requires_grad=True)
+    quantizer(values).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_ranges_come_back_from_a_state_dict() -> None:
+    first, second = Quantizer(Precision.INT8), Quantizer(Precision.INT8)
+    assert not first.is_calibrated
+    first.set_range(2.5)
+    assert not second.is_active
+    second.load_state_dict(first.state_dict())
+    assert second.is_active
+    assert float(second.amax) == 2.5
+    second.forget()
+    assert not second.is_calibrated
