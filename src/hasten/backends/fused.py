@@ -177,8 +177,7 @@ def _narrowed(reading: Reading, source: Source, variant: Variant) -> Mapping[str
 
     with _translated(f"{variant} cannot be calibrated"):
         seen = maxima(reading.geometry, _placed(reading), _rows(source, variant))
-        at_home = {name: most.cpu() for name, most in seen.items()}
-        return narrowed(reading.weights, at_home, _narrow(variant), source.keep)
+        return narrowed(reading.weights, seen, _narrow(variant), source.keep)
 
 
 def _placed(reading: Reading) -> Mapping[str, Any]:

@@ -135,7 +135,7 @@ def _came_in(model: ModelDirectory) -> Precision:
 
 def _further(wanted: Sequence[Variant], given: Given, came_in: Precision) -> tuple[list[Variant], list[Candidate]]:
     """What is tried beyond what backends offer, and what is not, with the reason."""
-    further, others = ladder(wanted)
+    further, others = ladder(wanted, this_machine())
     refused, reason = _not_calibrated(further, given, came_in), _too_few(given)
     if came_in is not Precision.FP32:
         refused, reason = further, f"the graph that was given is in {came_in} already"

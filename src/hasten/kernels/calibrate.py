@@ -59,7 +59,7 @@ def most_sensitive(geometry: Geometry, weights: Mapping[str, Any], rows: Batch, 
 
 
 def _narrowed(name: str, weight: Any, most: Any, dtype: Any) -> dict[str, Any]:
-    factors = _factors(weight, most, dtype)
+    factors = _factors(weight, most.to(weight.device), dtype)
     narrow, step = squeeze_weight(weight, factors, dtype)
     return {f"{name}.weight": narrow, f"{name}.step": step, f"{name}.factors": factors}
 

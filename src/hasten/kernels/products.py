@@ -181,7 +181,8 @@ class Products:
         self._set(about, _EPILOGUE, c_uint32(epilogue))
         if what.takes:
             self._set(about, _FAST_SUMS, c_int8(self._sums_fast))
-            self._set(about, _BIAS_REAL, c_int32(_REALS[self.dtype]))
+            if what.has_bias:
+                self._set(about, _BIAS_REAL, c_int32(_REALS[self.dtype]))
         weight, x = (self._layout(what.depth, side, what.takes) for side in (what.columns, what.rows))
         # What would be added is none, but has to be of a type that goes with the others.
         added, out = (self._layout(what.columns, what.rows, name) for name in ("", what.gives))

@@ -47,13 +47,13 @@ class Roads:
         what = Product(x.shape[0], weight.shape[0], x.shape[1], bias is not None, has_gelu, _name(x.dtype), gives)
         road = self._chosen.get(what) or self._usual(x, step)
         try:
-            return self._go(road, what, x, weight, step, bias, squeeze)
+            return self.go(road, what, x, weight, step, bias, squeeze)
         except StageError:
             if not road.startswith(LIBRARY):
                 raise
             # It has nothing for this shape, and is not asked again.
             self._chosen[what] = TORCH
-            return self._go(TORCH, what, x, weight, step, bias, squeeze)
+            return self.go(TORCH, what, x, weight, step, bias, squeeze)
 
     def choose(self, roads: Mapping[Product, str]) -> None:
         """Of products that were timed."""
@@ -75,21 +75,25 @@ class Roads:
         return min(launches, key=lambda road: seconds(launches[road]))
 
     def launch(self, road: str, what: Product) -> Callable[[], Any]:
-        """On values like those of a model, which a benchmark may repeat."""
+        """On values like those of a model, to be repeated."""
+        return partial(self.go, road, what, *self.drawn(what, "cuda"))
+
+    def drawn(self, what: Product, device: str) -> tuple[Any, Any, Any, Any | None, Squeeze | None]:
+        """What such a product takes: x, weight, step, bias and how it is squeezed."""
         dtype = getattr(torch, what.takes)
-        x, weight = (_drawn(rows, what.depth, dtype) for rows in (what.rows, what.columns))
-        step = torch.full((what.columns if dtype == INT8 else 1,), 1e-3, device="cuda")
-        bias = torch.randn(what.columns, device="cuda").to(self._dtype) if what.has_bias else None
-        factor = torch.full((1,), 16.0, device="cuda")
-        squeeze = Squeeze(factor, getattr(torch, what.gives)) if what.gives else None
-        return partial(self._go, road, what, x, weight, step, bias, squeeze)
+        x, weight = (_drawn(rows, what.depth, dtype, device) for rows in (what.rows, what.columns))
+        step = torch.full((what.columns if dtype == INT8 else 1,), 1e-3, device=device)
+        bias = torch.randn(what.columns, device=device).to(self._dtype) if what.has_bias else None
+        factor = torch.full((1,), 16.0, device=device)
+        return x, weight, step, bias, Squeeze(factor, getattr(torch, what.gives)) if what.gives else None
 
     def _usual(self, x: Any, step: Any) -> str:
         return LIBRARY if self._products is not None and x.dtype == FP8 and step.numel() == 1 else OWN
 
-    def _go(
+    def go(
         self, road: str, what: Product, x: Any, weight: Any, step: Any, bias: Any | None, squeeze: Squeeze | None
     ) -> Any:
+        """One product by the road that is named."""
         name, _, detail = road.partition(" ")
         kind = self._kind if what.has_gelu else None
         if name == OWN:
@@ -115,5 +119,5 @@ def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _drawn(rows: int, depth: int, dtype: Any) -> Any:
-    return (torch.randn(rows, depth, device="cuda") * 16).clamp(-127, 127).to(dtype)
+def _drawn(rows: int, depth: int, dtype: Any, device: str) -> Any:
+    return (torch.randn(rows, depth, device=device) * 16).clamp(-127, 127).to(dtype)
