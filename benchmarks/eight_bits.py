@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,12 @@ def studied(what: Product, kind: str, library: Products | None, fast: Products |
         if not error <= LARGEST_ERROR:
             wrong[road] = f"relative error {error:.1e}"
         elif library is not None:
-            taken = seconds(roads.launch(road, what)) * 1e3
+            taken = seconds(partial(roads.go, road, what, *given)) * 1e3
             best[road.split()[0]] = min(taken, best.get(road.split()[0], float("inf")))
     if fast is not None and what.takes == NARROW[0]:
         hurried = Roads(kind, dtype, fast)
-        times = [seconds(hurried.launch(road, what)) * 1e3 for road in hurried.known(what) if road.startswith(LIBRARY)]
+        known = [road for road in hurried.known(what) if road.startswith(LIBRARY)]
+        times = [seconds(partial(hurried.go, road, what, *given)) * 1e3 for road in known]
         best |= {"library, sums fast": min(times, default=float("inf"))}
     if library is not None:
         # Beside it: cuBLASLt's fastest in fp16, without what stands behind.

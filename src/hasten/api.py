@@ -27,6 +27,7 @@ def build(
     seq_len: int | Sequence[int] = (16, 128, 256),
     variants: str | Sequence[str] = (),
     device: Literal["cpu", "cuda"] | None = None,
+    precision: str | None = None,
     data: str | Path | None = None,
     calibration: str | Path | None = None,
     columns: Mapping[str, str] | None = None,
@@ -48,7 +49,8 @@ def build(
 
     `model` is a hub id, a directory, or an object: a model of transformers or peft together with its `tokenizer`, a
     SentenceTransformer or a CrossEncoder; the object is left as it was. `file_name` names an ONNX graph of the model
-    to build from. `device` says whose variants are tried, cpu or cuda; without it a GPU's if one can be used. Without
+    to build from. `device` says whose variants are tried, cpu or cuda; without it a GPU's if one can be used.
+    `precision` (fp16, fp8, int8 …) leaves all others out of the search, which tries what there is by itself. Without
     `output` the bundle goes to the cache (`HASTEN_CACHE`) and replaces the one of the same name there.
     """
     from hasten.builder.build import build as run
@@ -68,6 +70,7 @@ def build(
         ),
         variants=(variants,) if isinstance(variants, str) else tuple(variants),
         device=device,
+        precision=precision,
         data=str(data) if data is not None else None,
         calibration=str(calibration) if calibration is not None else None,
         columns=dict(columns or {}),

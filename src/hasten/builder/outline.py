@@ -14,7 +14,7 @@ from hasten.builder.search import lacking, ladder
 from hasten.builder.source import ModelDirectory, find_model
 from hasten.bundle.write import check_target
 from hasten.core.cache import cache_directory
-from hasten.core.errors import PlanError, StageError, missing_package
+from hasten.core.errors import PlanError, StageError, UnsupportedError, missing_package
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Plan
 from hasten.core.report import Candidate, Status
@@ -96,10 +96,20 @@ def look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None
     if not plan.variants and given.recipe is None:
         further, others = _further(wanted, given, came_in)
         unavailable += others
+        wanted, further = (_of_precision(variants, plan) for variants in (wanted, further))
+        if not wanted and not further:
+            raise UnsupportedError(
+                f"nothing that is tried on the {device} here computes in {plan.precision}",
+                hint="--dry-run without --precision lists what is",
+            )
     if given.calibration is not None and not _calibrated((*wanted, *further), given, came_in):
         notes += ("--calibration is not used: nothing that is tried is calibrated",)
     names, later = (tuple(variant.name for variant in variants) for variants in (wanted, further))
     return Outline(model.id, task.name, target, baseline, device, names, later, tuple(unavailable), notes), given
+
+
+def _of_precision(variants: Sequence[Variant], plan: Plan) -> list[Variant]:
+    return [variant for variant in variants if plan.precision in (None, variant.precision)]
 
 
 def _check_given(given: Given, plan: Plan, model: ModelDirectory, task: AnyTask) -> tuple[str, ...]:

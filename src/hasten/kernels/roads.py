@@ -71,12 +71,9 @@ class Roads:
         return [*found, TORCH, *own]
 
     def fastest(self, what: Product, seconds: Callable[[Callable[[], Any]], float]) -> str:
-        launches = {road: self.launch(road, what) for road in self.known(what)}
-        return min(launches, key=lambda road: seconds(launches[road]))
-
-    def launch(self, road: str, what: Product) -> Callable[[], Any]:
-        """On values like those of a model, to be repeated."""
-        return partial(self.go, road, what, *self.drawn(what, "cuda"))
+        """The road that takes the fewest `seconds`, on values like those of a model."""
+        given = self.drawn(what, "cuda")
+        return min(self.known(what), key=lambda road: seconds(partial(self.go, road, what, *given)))
 
     def drawn(self, what: Product, device: str) -> tuple[Any, Any, Any, Any | None, Squeeze | None]:
         """What such a product takes: x, weight, step, bias and how it is squeezed."""
