@@ -1,11 +1,13 @@
 """GPU: every backend that runs here, on the same random weights and batches.
 
     python benchmarks/gpu.py [--only MiniLM-L6 RoBERTa-base …] [--variants fused-fp16@cuda …] [--lengths FILE]
+    TRITON_INTERPRET=1 python benchmarks/gpu.py --dry-run    # on the CPU: the script runs, and its times mean nothing
 
-Correctness first: outputs are compared with PyTorch in fp32, and what errs by more than 1e-2 is not timed. Two times
-for each, medians over alternating rounds: a call, from ids on the host to scores on the host; and alone, from tensors
-on the device to tensors on the device, synchronised. Of the fused backend also what the device itself takes, by its own
-clock, its copies from and to the host with it; and the same with its last layer pruned, which is off in all else.
+Correctness first: outputs are compared with PyTorch in fp32, and what errs by more than 1e-2 (1e-1 in eight bits) is
+not timed; the error stands beside every time. Two times for each, medians over alternating rounds: a call, from ids on
+the host to scores on the host; and alone, from tensors on the device to tensors on the device, synchronised. Of the
+fused backend also what the device itself takes, by its own clock, its copies from and to the host with it; and the same
+with its last layer pruned, which is off in all else.
 FILE holds the token counts of a mixed stream of texts, one a line. Nothing else may run on the GPU meanwhile.
 """
 
@@ -16,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -27,9 +29,10 @@ import msgspec
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file
 
-from hasten.backends import BACKENDS, MODEL, Dialect, RunOptions, Session, Source, dialect_of
-from hasten.backends.fused import FusedSession
+from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source, dialect_of
+from hasten.backends.fused import BACKEND, FusedSession, read_about
 from hasten.backends.torch import ModuleSession
 from hasten.builder.export import export
 from hasten.builder.head import Exportable
@@ -43,9 +46,11 @@ HERE = Path(__file__).parent
 INPUTS = ("input_ids", "attention_mask")
 LANES = (
     "torch-fp32@cuda", "torch-fp16@cuda", "inductor-fp16@cuda", "onnxruntime-fp16@cuda", "tensorrt-fp16@cuda",
-    "fused-fp16@cuda", "fused-fp16+gelu@cuda",
+    "fused-fp16@cuda", "fused-fp16+gelu@cuda", "fused-fp8@cuda", "fused-fp8+gelu@cuda", "fused-int8@cuda",
 )  # fmt: skip
 LARGEST_ERROR = 1e-2
+# Random weights say nothing about accuracy: this is there to see another function than the model's.
+LARGEST_ERRORS = {Precision.FP8: 1e-1, Precision.INT8: 1e-1}
 ROUNDS, RUNS, WARM = 7, 30, 5
 # Cycles, about 0.2 ms.
 _AHEAD = 400_000
@@ -59,16 +64,24 @@ _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 1
 class Study:
     family: str
     config: dict[str, int]
-    # To what was asked of the fused backend, in ms of the device.
+    # To what was asked of the fused backend, in ms of the device; in fp16, and in fp8 where that was asked for.
     shapes: dict[Shape, float | None]
+    in_fp8: dict[Shape, float] = field(default_factory=dict)
 
 
 STUDIES = {
     "MiniLM-L6": Study("Bert", _BERT | _MINI, {Shape(1, 16): 0.085, Shape(1, 128): 0.13, Shape(16, 384): 0.55}),
-    "RoBERTa-base": Study("Roberta", _ROBERTA, {Shape(1, 16): 0.22, Shape(16, 384): 2.5, Shape(32, 256): 3.2}),
+    "RoBERTa-base": Study(
+        "Roberta",
+        _ROBERTA,
+        {Shape(1, 16): 0.22, Shape(16, 384): 2.5, Shape(32, 256): 3.2},
+        {Shape(16, 384): 1.9, Shape(32, 256): 2.3},
+    ),
     "BERT-base": Study("Bert", _BERT, {Shape(32, 384): None}),
-    "RoBERTa-large": Study("Roberta", _ROBERTA | _LARGE, {Shape(16, 384): 8.3}),
+    "RoBERTa-large": Study("Roberta", _ROBERTA | _LARGE, {Shape(16, 384): 8.3}, {Shape(16, 384): 5.4}),
 }
+_TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+DRY = Study("Bert", _BERT | _TINY, {Shape(1, 4): None, Shape(2, 12): None})
 STREAMED = "RoBERTa-base"
 
 
@@ -78,7 +91,11 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=list(LANES))
     parser.add_argument("--lengths", type=Path, help="token counts of a mixed stream, one a line")
     parser.add_argument("-o", "--output", type=Path, default=HERE / "results" / "gpu.json")
+    parser.add_argument("--dry-run", action="store_true", help="fused variants of a tiny model, on the CPU")
     args = parser.parse_args()
+    if args.dry_run:
+        dry_run([Variant.parse(name) for name in args.variants])
+        return
     results: dict[str, Any] = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": this_machine(),
@@ -97,7 +114,7 @@ def main() -> None:
             model, sessions = prepare(STUDIES[name], variants, Path(work))
             for session in sessions.values():
                 opened.enter_context(session)
-            for row in study(name, model, sessions):
+            for row in study(name, STUDIES[name], model, sessions):
                 results["rows"].append(row)
                 print(show(row), flush=True)
             if name == STREAMED and args.lengths is not None:
@@ -117,7 +134,13 @@ def _signature() -> Signature:
 SIGNATURE = _signature()
 
 
-def prepare(about: Study, variants: Sequence[Variant], work: Path) -> tuple[Any, dict[str, Session]]:
+def opened(artifact: Artifact) -> Session:
+    return BACKENDS.get(artifact.variant.backend).open(artifact, RunOptions())
+
+
+def prepare(
+    about: Study, variants: Sequence[Variant], work: Path, opening: Callable[[Artifact], Session] = opened
+) -> tuple[Any, dict[str, Session]]:
     """The model in fp32, and a session of every variant of it."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{about.family}Config")(**about.config, num_labels=2)
@@ -137,9 +160,7 @@ def prepare(about: Study, variants: Sequence[Variant], work: Path) -> tuple[Any,
         backend, folder = BACKENDS.get(variant.backend), work / variant.name
         folder.mkdir()
         begin = time.perf_counter()
-        sessions[variant.name] = backend.open(
-            backend.make(_source(variant, module, graphs, work), variant, folder), RunOptions()
-        )
+        sessions[variant.name] = opening(backend.make(_source(variant, module, graphs, work), variant, folder))
         print(f"{variant} made and opened in {time.perf_counter() - begin:.1f} s", flush=True)
     return model, sessions
 
@@ -147,7 +168,9 @@ def prepare(about: Study, variants: Sequence[Variant], work: Path) -> tuple[Any,
 def _source(variant: Variant, module: Any, graphs: Mapping[Dialect, Path], work: Path) -> Source:
     backend = BACKENDS.get(variant.backend)
     if backend.dialect is Dialect.MODULE:
-        return Source(SIGNATURE, {}, module)
+        # Other rows than those that are timed.
+        lengths = np.random.default_rng(1).integers(4, 24 if module.model.config.hidden_size < 100 else 384, 16)
+        return Source(SIGNATURE, {}, module, calibration=random_batch(lengths.tolist(), seed=1))
     graph = graphs[dialect_of(variant)]
     if variant.precision is Precision.FP16 and variant.backend == "onnxruntime":
         halved = work / f"{variant.name}.onnx"
@@ -156,23 +179,48 @@ def _source(variant: Variant, module: Any, graphs: Mapping[Dialect, Path], work:
     return Source(SIGNATURE, {MODEL: graph})
 
 
-def study(name: str, model: Any, sessions: Mapping[str, Session]) -> Iterator[dict[str, Any]]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for shape, asked in STUDIES[name].shapes.items():
+def dry_run(variants: Sequence[Variant]) -> None:
+    """Made, opened, held against PyTorch and asked: all of the script that needs no GPU."""
+    with tempfile.TemporaryDirectory(prefix="hasten-") as work:
+        ours = [variant for variant in variants if variant.backend == BACKEND.name]
+        model, sessions = prepare(DRY, ours, Path(work), opening=on_cpu)
+        for row in study("dry run", DRY, model, sessions):
+            print(show(row), flush=True)
+
+
+def on_cpu(artifact: Artifact) -> FusedSession:
+    """Through Triton's interpreter, in fp32 but for weights of eight bits."""
+    narrow = (torch.float8_e4m3fn, torch.int8)
+    weights = {
+        name: value if value.dtype in narrow else value.float() for name, value in load_file(artifact.path()).items()
+    }
+    return FusedSession(read_about(artifact), weights, artifact, device="cpu", is_dependent=False)
+
+
+def largest_error(lane: str) -> float:
+    return LARGEST_ERRORS.get(Variant.parse(lane).precision, LARGEST_ERROR)
+
+
+def study(name: str, about: Study, model: Any, sessions: Mapping[str, Session]) -> Iterator[dict[str, Any]]:
+    is_gpu = torch.cuda.is_available()
+    device = "cuda" if is_gpu else "cpu"
+    rounds = ROUNDS if is_gpu else 1
+    for shape, asked in about.shapes.items():
         batch = random_batch([shape.sequence] * shape.batch)
         feeds = {key: torch.from_numpy(value).to(device) for key, value in pad(batch, SIGNATURE).items()}
         with torch.inference_mode():
             expected = model.to(device)(**feeds).logits.float().cpu().numpy()
         set_pruning(sessions, prunes=False)
         errors = {lane: error(session.run(batch)["logits"], expected) for lane, session in sessions.items()}
-        fair = {lane: session for lane, session in sessions.items() if errors[lane] <= LARGEST_ERROR}
+        fair = {lane: session for lane, session in sessions.items() if errors[lane] <= largest_error(lane)}
         calls: dict[str, list[float]] = {lane: [] for lane in fair}
         alone: dict[str, list[float]] = {lane: [] for lane in fair}
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             for lane, session in fair.items():
                 calls[lane] += timed(partial(session.run, batch))
-                alone[lane] += timed(on_device(session, batch, feeds))
-        own = {lane: session for lane, session in fair.items() if isinstance(session, FusedSession)}
+                if is_gpu:
+                    alone[lane] += timed(on_device(session, batch, feeds))
+        own = {lane: session for lane, session in fair.items() if isinstance(session, FusedSession) and is_gpu}
         by_clock = {lane: device_ms(session, batch) for lane, session in own.items()}
         set_pruning(sessions, prunes=True)
         pruned = {lane: device_ms(session, batch) for lane, session in own.items()}
@@ -180,9 +228,10 @@ def study(name: str, model: Any, sessions: Mapping[str, Session]) -> Iterator[di
             "model": name,
             "shape": str(shape),
             "asked_ms": asked,
+            "asked_fp8_ms": about.in_fp8.get(shape),
             "errors": errors,
             "call_ms": {lane: spread(values) for lane, values in calls.items()},
-            "alone_ms": {lane: spread(values) for lane, values in alone.items()},
+            "alone_ms": {lane: spread(values) for lane, values in alone.items() if values},
             "device_ms": by_clock,
             "pruned_device_ms": pruned,
             "memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
@@ -218,10 +267,11 @@ def set_pruning(sessions: Mapping[str, Session], *, prunes: bool) -> None:
 
 
 def timed(ask: Callable[[], Any]) -> list[float]:
-    for _ in range(WARM):
+    warm, runs = (WARM, RUNS) if torch.cuda.is_available() else (0, 1)
+    for _ in range(warm):
         ask()
     taken = []
-    for _ in range(RUNS):
+    for _ in range(runs):
         synchronize()
         begin = time.perf_counter()
         ask()
@@ -282,8 +332,8 @@ def stream(lengths: Sequence[int], sessions: Mapping[str, Session]) -> dict[str,
     return {"model": STREAMED, "texts": len(lengths), "tokens": batch.tokens, "ms": found}
 
 
-def random_batch(lengths: Sequence[int]) -> Batch:
-    ids = np.random.default_rng(0).integers(5, 30000, sum(lengths)).astype(np.int32)
+def random_batch(lengths: Sequence[int], seed: int = 0) -> Batch:
+    ids = np.random.default_rng(seed).integers(5, 30000, sum(lengths)).astype(np.int32)
     return Batch({"input_ids": ids}, np.array(lengths, np.int32))
 
 
@@ -297,10 +347,12 @@ def spread(taken: Sequence[float]) -> dict[str, float]:
 
 def show(row: dict[str, Any]) -> str:
     asked = "" if row["asked_ms"] is None else f" (asked ≤ {row['asked_ms']})"
+    asked += "" if row["asked_fp8_ms"] is None else f" (in fp8 ≤ {row['asked_fp8_ms']})"
     lines = [f"{row['model']} {row['shape']}{asked}"]
     for lane, wrong in row["errors"].items():
         times = {kind: row[f"{kind}_ms"].get(lane, {}).get("p50") for kind in ("device", "pruned_device")}
-        both = [f"{row[f'{kind}_ms'][lane]['p50']:.3f} {kind}" for kind in ("call", "alone") if lane in row["call_ms"]]
+        kinds = [kind for kind in ("call", "alone") if lane in row[f"{kind}_ms"]]
+        both = [f"{row[f'{kind}_ms'][lane]['p50']:.3f} {kind}" for kind in kinds]
         own = [f"{value:.4f} {kind}" for kind, value in times.items() if value is not None]
         lines.append(f"  {lane:24} error {wrong:.1e}, ms: {', '.join([*both, *own])}")
     return "\n".join(lines)

@@ -42,6 +42,7 @@ def build(
     level: Literal["O1", "O2", "O3", "O4"] | None = None,
     preset: Literal["amx", "avx512_vnni", "avx512", "avx2", "arm64"] | None = None,
     device: Literal["cpu", "cuda"] | None = None,
+    precision: str | None = None,
     data: str | Path | None = None,
     calibration: str | Path | None = None,
     columns: Mapping[str, str] | None = None,
@@ -65,8 +66,9 @@ def build(
     SentenceTransformer or a CrossEncoder; the object is left as it was. `file_name` names an ONNX graph of the model
     to build from. Instead of `variants`, `level` and `preset` name them as Optimum's optimizer and quantizer do: how
     far to optimize, and the processor to quantize for. `device` says whose variants are tried, cpu or cuda; without
-    it a GPU's if one can be used. Without `output` the bundle goes to the cache (`HASTEN_CACHE`) and replaces the one
-    of the same name there.
+    it a GPU's if one can be used. `precision` (fp16, fp8, int8 …) leaves all others out of the search, which tries
+    what there is by itself. Without `output` the bundle goes to the cache (`HASTEN_CACHE`) and replaces the one of the
+    same name there.
     """
     from hasten.builder.build import build as run
     from hasten.builder.memory import name_of, saved
@@ -91,6 +93,7 @@ def build(
         ),
         variants=(variants,) if isinstance(variants, str) else tuple(variants),
         device=device,
+        precision=precision,
         data=str(data) if data is not None else None,
         calibration=str(calibration) if calibration is not None else None,
         columns=dict(columns or {}),

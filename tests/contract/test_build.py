@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import hasten
 from hasten.backends import BACKENDS, Artifact
 from hasten.bundle import Bundle, open_bundle
-from hasten.core.errors import AccuracyError, InputError, PlanError, StageError
+from hasten.core.errors import AccuracyError, InputError, PlanError, StageError, UnsupportedError
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Gate
 from hasten.core.progress import Silent
@@ -153,6 +154,19 @@ def test_without_a_place_the_cache_is_it(tiny_classifier: Any, monkeypatch: pyte
     about = outline(Plan(model=str(tiny_classifier("bert"))))
     assert about.target == tmp_path / "bundles" / tiny_classifier("bert").name
     assert not about.target.exists()
+
+
+def test_a_precision_leaves_the_others_out(tiny_classifier: Any) -> None:
+    from hasten.builder.outline import outline
+    from hasten.core.plan import Plan
+
+    plan = Plan(model=str(tiny_classifier("bert")), device="cpu", precision="int8")
+    about = outline(plan)
+    tried = [Variant.parse(name) for name in (*about.contenders, *about.further)]
+    assert {variant.precision for variant in tried} == {"int8"}
+    assert "onnxruntime-int8+attention" in about.further
+    with pytest.raises(UnsupportedError, match="nothing that is tried on the cpu here computes in fp8"):
+        outline(replace(plan, precision="fp8"))
 
 
 def test_force_replaces_a_bundle_and_nothing_else(tiny_classifier: Any, quick_build: Any, tmp_path: Path) -> None:

@@ -227,9 +227,14 @@ def test_it_says_which_gpu_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot use the GPU" in BACKEND.probe(new, VARIANT).reason
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert [variant.name for variant in BACKEND.variants(new)] == ["fused-fp16@cuda", "fused-fp16+gelu@cuda"]
-    assert "'gelu' alone" in BACKEND.probe(new, Variant("fused", Precision.FP16, "cuda", ("smooth",))).reason
+    assert "knows 'gelu' and" in BACKEND.probe(new, Variant("fused", Precision.FP16, "cuda", ("smooth",))).reason
     assert "not on 'cpu'" in BACKEND.probe(new, Variant("fused", Precision.FP16)).reason
     assert "fp32" in BACKEND.probe(new, Variant("fused", Precision.FP32, "cuda")).reason
+    fp8, int8 = (Variant.parse(f"fused-{name}+gelu+keep2@cuda") for name in ("fp8", "int8"))
+    ampere = replace(machine, gpus=(Gpu("NVIDIA A100", 2**36, "8.0", "580"),))
+    assert BACKEND.probe(new, fp8).ok
+    assert BACKEND.probe(ampere, int8).ok
+    assert BACKEND.probe(ampere, fp8).reason == "fp8 needs compute capability 8.9; NVIDIA A100 has 8.0"
 
 
 def test_closed_it_says_so(tmp_path: Path) -> None:

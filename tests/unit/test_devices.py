@@ -94,14 +94,19 @@ def test_variants_that_were_named_bring_their_device() -> None:
     assert device_of(both, WITH_GPU, MODULE) == "cuda"
 
 
-def test_only_its_variants_contend() -> None:
+def test_only_its_variants_contend(backends: dict[str, Any]) -> None:
     wanted, unavailable = contenders(Plan("m"), WITH_GPU, MODULE, "cuda")
     assert names(wanted) == ["torch-fp16@cuda", "onnxruntime-fp16@cuda", "fused-fp16@cuda"]
     assert {one.variant: one.reason for one in unavailable} == {
         "openvino": "it runs on cpu, not on cuda: --device cpu",
         "graph": "it runs on cpu, not on cuda: --device cpu",
     }
-    assert ladder(wanted) == ([], [])
+    further, refused = ladder(wanted, WITH_GPU)
+    assert not further
+    eight = ["fused-fp8@cuda", "fused-fp8+gelu@cuda", "fused-int8@cuda"]
+    assert {one.variant: one.reason for one in refused} == dict.fromkeys(eight, "it does not")
+    backends["fused"] = Known(Dialect.MODULE, "fused-fp16@cuda", *eight)
+    assert names(ladder(wanted, WITH_GPU)[0]) == eight
     wanted, unavailable = contenders(Plan("m"), WITH_GPU, MODULE, "cpu")
     assert names(wanted) == ["onnxruntime-fp32", "onnxruntime-int8", "openvino-fp32", "graph-fp32"]
     assert [one.reason for one in unavailable] == ["it runs on cuda, not on cpu: --device cuda"]

@@ -137,6 +137,8 @@ def test_impossible_gates_are_refused_by_option(gate: dict[str, float]) -> None:
         ({"columns": {"text": "sentence"}}, "--columns is about a data file"),
         ({"data": "rows.jsonl", "calibration": "rows.jsonl"}, "both rows.jsonl"),
         ({"data": "-", "calibration": "-"}, "both -"),
+        ({"precision": "fp9"}, "unknown precision 'fp9'"),
+        ({"precision": "fp8", "variants": ("fused-fp8@cuda",)}, "--precision is for a search"),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_refused(wrong: dict[str, object], said: str) -> None:

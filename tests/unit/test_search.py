@@ -11,6 +11,7 @@ from hasten.backends import Artifact
 from hasten.builder.choose import front, rank
 from hasten.builder.search import Search, Trial, ladder
 from hasten.core.errors import HastenError, InputError, PlanError, StageError, UnsupportedError
+from hasten.core.hardware import this_machine
 from hasten.core.progress import Silent
 from hasten.core.report import Agreement, Bench, Candidate, Metric, Status, Timing, Verdict
 from hasten.core.statistics import Interval
@@ -42,8 +43,8 @@ def ignore(*_: object) -> None:
 
 
 def test_cheap_before_dear_and_each_backend_its_own() -> None:
-    both, _ = ladder([FP32, Variant.parse("openvino-fp32")])
-    alone, _ = ladder([FP32])
+    both, _ = ladder([FP32, Variant.parse("openvino-fp32")], this_machine())
+    alone, _ = ladder([FP32], this_machine())
     names = [variant.name for variant in both]
     assert names.index("onnxruntime-int8+attention") < names.index(MENDED.name) < names.index("openvino-int8")
     assert names.index("openvino-int8") < names.index("onnxruntime-int8+entropy")
@@ -51,10 +52,11 @@ def test_cheap_before_dear_and_each_backend_its_own() -> None:
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.parametrize("mended", [MENDED, Variant.parse("fused-fp8@cuda"), Variant.parse("fused-int8@cuda")], ids=str)
 @pytest.mark.parametrize("needed", [1, 2, 3, 5, 8, 11, 23])
-def test_as_few_products_in_float_as_will_do(needed: int) -> None:
+def test_as_few_products_in_float_as_will_do(needed: int, mended: Variant) -> None:
     found = search(lambda variant: variant == FP32 or kept_products(variant) >= needed)
-    found.try_offered([FP32], [MENDED])
+    found.try_offered([FP32], [mended])
     passed = [variant for variant, trial in found.trials.items() if trial.verdict.passed and variant != FP32]
     assert min(map(kept_products, passed)) == needed
     # Doubled, then halved: few are tried.

@@ -32,6 +32,9 @@ from hasten.quantize.ways import (
         ("openvino-int8", Method.NNCF, True),
         ("openvino-int8+keep2", Method.NNCF, True),
         ("openvino-bf16", Method.NNCF, False),
+        ("fused-fp16+gelu@cuda", Method.DYNAMIC, False),
+        ("fused-fp8@cuda", Method.DYNAMIC, True),
+        ("fused-fp8+gelu+keep3@cuda", Method.DYNAMIC, True),
     ],
 )
 def test_what_a_name_means(name: str, method: Method, needs_rows: bool) -> None:
@@ -57,6 +60,8 @@ def test_products_left_in_float() -> None:
     [
         ("onnxruntime-int8+smoth", "did you mean 'smooth'"),
         ("onnxruntime-int8+keep0", "nobody knows"),
+        ("fused-fp8+smooth@cuda", "smooth is nothing that fused can do"),
+        ("fused-fp16+keep2@cuda", "fp16 is not quantized"),
         ("onnxruntime-fp32+smooth", "fp32 is not"),
         ("onnxruntime-int8+minmax+blocks", "more than one method"),
         ("onnxruntime-int4", "four bits"),
@@ -83,6 +88,7 @@ def test_what_is_hinted_at_can_be_asked_for(name: str) -> None:
     ("recipe", "what"),
     [
         (Recipe(variant="onnxruntime-fp32", method=Method.DYNAMIC, target="amx"), "which is not quantized"),
+        (Recipe(variant="fused-fp8@cuda", method=Method.DYNAMIC, target="amx"), "which is made without one"),
         (Recipe(variant="onnxruntime-int8", method=Method.NNCF, target="amx"), "method is nncf, and .* by dynamic"),
         (Recipe(variant="onnxruntime-int8", method=Method.DYNAMIC, target="avx"), "nobody knows, 'avx'"),
         (Recipe(variant="onnxruntime-int8+smoth", method=Method.DYNAMIC, target="amx"), "did you mean 'smooth'"),

@@ -51,6 +51,9 @@ class Source:
     # The sizes it will see, for runtimes that are tuned to them, and the memory they may work in.
     shapes: Shapes = field(default_factory=Shapes)
     workspace_bytes: int | None = None
+    # For backends that quantize a module by themselves: rows to find ranges on, and the products to leave as they are.
+    calibration: Batch | None = None
+    keep: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +191,15 @@ class Tunes(Protocol):
 
     def tune(self, artifact: Artifact) -> None:
         """Measure on this machine, unless that was done, and keep what was found in the cache."""
+        ...
+
+
+@runtime_checkable
+class Quantizes(Protocol):
+    """What a backend may offer beside the contract, where it quantizes a module by itself, product by product."""
+
+    def most_sensitive(self, source: Source, variant: Variant) -> Sequence[str]:
+        """The products of a variant, the one that costs most accuracy first; some may be kept (`Source.keep`)."""
         ...
 
 

@@ -36,16 +36,23 @@ if TYPE_CHECKING:
     from hasten.kernels.encoder import Geometry, Packed
     from hasten.kernels.packing import Bucket
     from hasten.kernels.replay import Fill
+    from hasten.kernels.weights import Reading
 
 CUDA = "cuda"
 FILE, ABOUT = "model.safetensors", "fused.json"
 _DTYPES = {Precision.FP16: "float16", Precision.BF16: "bfloat16"}
+# What products are computed in, where it is not what all else is.
+_NARROW = {Precision.FP8: "float8_e4m3fn", Precision.INT8: "int8"}
 # Tensor cores for bf16, and what the kernels are written for.
 OLDEST = (8, 0)
+# Those for fp8: Ada, Hopper and newer.
+_OLDEST = {Precision.FP8: (8, 9)}
 # Kernels that overlap.
 HOPPER = (9, 0)
 # GELU by tanh, which cuBLAS computes with the product in front of it.
 _GELU = "gelu"
+# Products that stay in half precision.
+_KEEP = "keep"
 _CLS, _LAST = "cls", "lasttoken"
 
 
@@ -70,21 +77,28 @@ class Fused:
     def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
         if not machine.gpus:
             return Support.no("there is no NVIDIA GPU here")
-        capability = machine.gpus[0].capability
-        if tuple(map(int, capability.split("."))) < OLDEST:
-            return Support.no(f"it needs compute capability 8.0, and {machine.gpus[0].name} has {capability}")
+        gpu, capability = machine.gpus[0], tuple(map(int, machine.gpus[0].capability.split(".")))
+        if capability < OLDEST:
+            return Support.no(f"it needs compute capability 8.0, and {gpu.name} has {gpu.capability}")
         support = probe_packages(self)
         if not support.ok or variant is None:
             return support
         if variant.device != CUDA:
             return Support.no(f"it runs on '{CUDA}', not on '{variant.device}'")
-        if variant.precision not in _DTYPES:
+        if variant.precision not in (*_DTYPES, *_NARROW):
             return Support.no(f"it does not compute in {variant.precision}")
-        if set(variant.ways) - {_GELU}:
-            return Support.no(f"of the ways that variants are made in it knows '{_GELU}' alone")
+        oldest = _OLDEST.get(variant.precision, OLDEST)
+        if capability < oldest:
+            needed = ".".join(map(str, oldest))
+            return Support.no(f"{variant.precision} needs compute capability {needed}; {gpu.name} has {gpu.capability}")
+        # How many products are kept is the builder's business, which says which.
+        if any(way != _GELU and not (variant.precision in _NARROW and way.startswith(_KEEP)) for way in variant.ways):
+            known = f"'{_GELU}' and, in eight bits, '{_KEEP}N'"
+            return Support.no(f"of the ways that variants are made in it knows {known} alone")
         return probe_torch_gpu(machine)
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
+        """Eight bits have to be calibrated first."""
         offered = [Variant(self.name, Precision.FP16, CUDA, ways) for ways in ((), (_GELU,))]
         return [variant for variant in offered if self.probe(machine, variant).ok]
 
@@ -93,23 +107,30 @@ class Fused:
         from safetensors.torch import save_file
 
         from hasten.kernels.activation import TANH
-        from hasten.kernels.weights import cast, read, read_dense
+        from hasten.kernels.weights import read_dense
 
         module: Any = source.module
-        reading = cast(read(module.model), getattr(torch, _DTYPES[variant.precision]))
+        reading = _read(source, variant)
         # Where token vectors are pooled, what stands behind them is not the model's but the pooling's.
         pooled = getattr(module, "head", None)
         pooling = tuple(str(kind.value) for kind in pooled.pooling) if pooled is not None else ()
         steps, dense = read_dense(pooled.dense) if pooled is not None else (reading.head, {})
         geometry = replace(reading.geometry, activation=TANH) if _GELU in variant.ways else reading.geometry
         about = About(geometry, steps, pooling, bool(pooled is not None and pooled.normalize))
-        save_file({**reading.weights, **dense}, directory / FILE)
+        save_file({**_narrowed(reading, source, variant), **dense}, directory / FILE)
         (directory / ABOUT).write_bytes(msgspec.json.encode(about))
         artifact = Artifact(variant, source.signature, directory, {MODEL: FILE})
         if torch.cuda.is_available():
             with self.open(artifact, RunOptions()) as session:
                 session.tune(directory)
         return artifact
+
+    def most_sensitive(self, source: Source, variant: Variant) -> Sequence[str]:
+        from hasten.kernels.calibrate import most_sensitive
+
+        reading = _read(source, variant)
+        with _translated(f"the products of {variant} cannot be told apart"):
+            return most_sensitive(reading.geometry, _placed(reading), _rows(source, variant), _narrow(variant))
 
     def tune(self, artifact: Artifact) -> None:
         """Measure what its build has measured, on its own GPU and with its libraries, for those that are here."""
@@ -126,6 +147,51 @@ class Fused:
             weights = load_file(artifact.path(), device=CUDA)
             is_dependent = torch.cuda.get_device_capability() >= HOPPER
             return FusedSession(about, weights, artifact, device=CUDA, is_dependent=is_dependent)
+
+
+def _read(source: Source, variant: Variant) -> Reading:
+    """The model's weights in half precision."""
+    import torch
+
+    from hasten.kernels.weights import cast, read
+
+    module: Any = source.module
+    return cast(read(module.model), getattr(torch, _DTYPES[_half(variant)]))
+
+
+def _half(variant: Variant) -> Precision:
+    return Precision.FP16 if variant.precision in _NARROW else variant.precision
+
+
+def _narrow(variant: Variant) -> Any:
+    import torch
+
+    return getattr(torch, _NARROW[variant.precision])
+
+
+def _narrowed(reading: Reading, source: Source, variant: Variant) -> Mapping[str, Any]:
+    """With the weights of products in eight bits, where that is the variant's precision."""
+    if variant.precision not in _NARROW:
+        return reading.weights
+    from hasten.kernels.calibrate import maxima, narrowed
+
+    with _translated(f"{variant} cannot be calibrated"):
+        seen = maxima(reading.geometry, _placed(reading), _rows(source, variant))
+        return narrowed(reading.weights, seen, _narrow(variant), source.keep)
+
+
+def _placed(reading: Reading) -> Mapping[str, Any]:
+    """Where they are computed with: on the CPU, through Triton's interpreter, in fp32."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    return {name: value.to(CUDA) if on_gpu else value.float() for name, value in reading.weights.items()}
+
+
+def _rows(source: Source, variant: Variant) -> Batch:
+    if source.calibration is None or not len(source.calibration):
+        raise StageError(f"{variant} is calibrated, and there are no rows to calibrate on")
+    return source.calibration
 
 
 @contextmanager
@@ -191,9 +257,7 @@ class FusedSession(OpenSession):
                 tuning.apply(self._encoder, self._products)
             self.is_tuned = tuning is not None
         self.replay = Replay(self._compute, device)
-        names = {torch.float16: Precision.FP16, torch.bfloat16: Precision.BF16, torch.float32: Precision.FP32}
-        precision = names[weights["words"].dtype].value
-        self.spec = SessionSpec(artifact.signature, Layout.PACKED, artifact.variant.device, precision)
+        self.spec = SessionSpec(artifact.signature, Layout.PACKED, artifact.variant.device, _precision(weights).value)
         self._is_closed = False
         self._is_of_masks = MASKS in artifact.signature.outputs[0].shape
 
@@ -330,6 +394,16 @@ class FusedSession(OpenSession):
         kinds = self._about.pooling
         vectors = [hidden[rows[kind]].float() if kind in rows else pool(hidden, starts, kind) for kind in kinds]
         return torch.cat(vectors, dim=1) if len(vectors) > 1 else vectors[0]
+
+
+def _precision(weights: Mapping[str, Any]) -> Precision:
+    """That of the narrowest of the weights that products have."""
+    found = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
+    narrow = next((precision for precision, name in _NARROW.items() if name in found), None)
+    if narrow is not None:
+        return narrow
+    halves = {name: precision for precision, name in _DTYPES.items()} | {"float32": Precision.FP32}
+    return halves[str(weights["words"].dtype).removeprefix("torch.")]
 
 
 BACKEND = Fused()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,14 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
-from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source, dialect_of
+from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, Quantizes, RunOptions, Session, Source, dialect_of
 from hasten.builder.choose import check_not_again
 from hasten.builder.given import LoadedGraph
 from hasten.builder.load import LoadedModel
 from hasten.builder.passes import record
 from hasten.builder.search import Trial
 from hasten.bundle import VariantEntry
-from hasten.core.errors import StageError, translate_os_errors
+from hasten.core.errors import PlanError, StageError, translate_os_errors
 from hasten.core.plan import Plan
 from hasten.core.progress import Progress, Silent
 from hasten.core.report import Pass
@@ -34,7 +35,7 @@ from hasten.quantize.make import make_graph
 from hasten.quantize.overflow import describe, overflows
 from hasten.quantize.recipe import FILE, Method, Recipe
 from hasten.quantize.recipes import Recipes
-from hasten.quantize.ways import Way, is_quantized
+from hasten.quantize.ways import Way, is_by_itself, is_quantized, kept_products, without_kept
 from hasten.tasks import TASKS, Row
 
 Original: TypeAlias = LoadedModel | LoadedGraph
@@ -57,6 +58,7 @@ class Attempts:
     given: Recipe | None = None
     passes: list[Pass] = field(default_factory=list)
     recipes: dict[Variant, Recipe] = field(default_factory=dict)
+    _sensitive: dict[Variant, Sequence[str]] = field(default_factory=dict)
 
     def __call__(self, variant: Variant) -> Trial:
         try:
@@ -129,12 +131,33 @@ class Attempts:
         return needed(self.target) if is_bytes else ()
 
     def most_sensitive(self, variant: Variant, until: float) -> Sequence[str]:
-        return self._recipes.most_sensitive(variant, until)
+        if not is_by_itself(variant):
+            return self._recipes.most_sensitive(variant, until)
+        if variant not in self._sensitive:
+            backend = BACKENDS.get(variant.backend)
+            assert isinstance(backend, Quantizes)
+            self._sensitive[variant] = backend.most_sensitive(self._of_module(variant), variant)
+        return self._sensitive[variant]
+
+    def _of_module(self, variant: Variant) -> Source:
+        """The module, with what a backend needs that quantizes it by itself."""
+        source = self.loaded.source
+        if not is_by_itself(variant):
+            return source
+        source = replace(source, calibration=self._calibration.rows)
+        if not (count := kept_products(variant)):
+            return source
+        found = self.most_sensitive(without_kept(variant), math.inf)
+        if count >= len(found):
+            raise PlanError(f"{variant} would leave nothing to quantize: there are {len(found)} products")
+        return replace(source, keep=tuple(found[:count]))
 
     def _source(self, variant: Variant) -> Source:
         """The model in the form this variant is made from: its dialect and, where graphs carry it, its precision."""
         dialect = dialect_of(variant)
-        if dialect is Dialect.MODULE or variant == self.loaded.baseline:
+        if dialect is Dialect.MODULE:
+            return self._of_module(variant)
+        if variant == self.loaded.baseline:
             return self.loaded.source
         graph = self.graphs[dialect]
         check_not_again(variant, self.loaded.precision, self.given)

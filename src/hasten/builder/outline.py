@@ -100,10 +100,20 @@ def look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None
     if not plan.variants and given.recipe is None:
         further, others = _further(wanted, given, came_in)
         unavailable += others
+        wanted, further = (_of_precision(variants, plan) for variants in (wanted, further))
+        if not wanted and not further:
+            raise UnsupportedError(
+                f"nothing that is tried on the {device} here computes in {plan.precision}",
+                hint="--dry-run without --precision lists what is",
+            )
     if given.calibration is not None and not _calibrated((*wanted, *further), given, came_in):
         notes += ("--calibration is not used: nothing that is tried is calibrated",)
     names, later = (tuple(variant.name for variant in variants) for variants in (wanted, further))
     return Outline(model.id, task.name, target, baseline, device, names, later, tuple(unavailable), notes), given
+
+
+def _of_precision(variants: Sequence[Variant], plan: Plan) -> list[Variant]:
+    return [variant for variant in variants if plan.precision in (None, variant.precision)]
 
 
 def _check_given(given: Given, plan: Plan, model: ModelDirectory, task: AnyTask) -> tuple[str, ...]:
@@ -139,7 +149,7 @@ def _came_in(model: ModelDirectory) -> Precision:
 
 def _further(wanted: Sequence[Variant], given: Given, came_in: Precision) -> tuple[list[Variant], list[Candidate]]:
     """What is tried beyond what backends offer, and what is not, with the reason."""
-    further, others = ladder(wanted)
+    further, others = ladder(wanted, this_machine())
     refused, reason = _not_calibrated(further, given, came_in), _too_few(given)
     if came_in is not Precision.FP32:
         refused, reason = further, f"the graph that was given is in {came_in} already"

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-from hasten.backends import Artifact
+from hasten.backends import BACKENDS, Artifact
 from hasten.core.errors import HastenError
+from hasten.core.hardware import Machine
 from hasten.core.progress import Progress, step
 from hasten.core.report import Candidate, Status, Verdict
-from hasten.core.variant import CPU, Variant
+from hasten.core.variant import CUDA, Support, Variant
 from hasten.quantize.recipe import Method
 from hasten.quantize.ways import is_quantized, method_of, with_kept
 
@@ -23,6 +24,7 @@ LADDER = {
         "onnxruntime-int8+attention+smooth+split+gelu",
     ),
     "openvino": ("openvino-int8",),
+    "fused": ("fused-fp8@cuda", "fused-fp8+gelu@cuda", "fused-int8@cuda"),
 }
 # … then what seldom does.
 _LAST = {
@@ -34,26 +36,31 @@ _LAST = {
         "onnxruntime-int8+entropy",
     )
 }
-# The one that is mended, product by product, where it fails.
-_MENDED = Variant.parse("onnxruntime-int8+attention+smooth+split")
+# Those that are mended, product by product, where they fail.
+_MENDED = tuple(map(Variant.parse, ("onnxruntime-int8+attention+smooth+split", "fused-fp8@cuda", "fused-int8@cuda")))
 # Packages that a method takes, beside those that running what it makes takes; each is an extra of its own name.
 _NEEDS = {Method.NNCF: "nncf"}
 
 
-def ladder(offered: Sequence[Variant]) -> tuple[list[Variant], list[Candidate]]:
-    """What is tried after what backends offer by themselves, and what cannot be made for want of a package."""
-    # They are for processors.
-    backends = dict.fromkeys(variant.backend for variant in offered if variant.device == CPU)
+def ladder(offered: Sequence[Variant], machine: Machine) -> tuple[list[Variant], list[Candidate]]:
+    """What is tried after what backends offer by themselves, and what cannot be made for want of a package or a GPU."""
+    places = dict.fromkeys((variant.backend, variant.device) for variant in offered)
+    backends = dict.fromkeys(backend for backend, _ in places)
     names = [name for steps in (LADDER, _LAST) for backend in backends for name in steps.get(backend, ())]
     wanted: list[Variant] = []
     refused: list[Candidate] = []
     for variant in map(Variant.parse, names):
+        if (variant.backend, variant.device) not in places:
+            continue
         package = lacking(variant)
-        if package is None:
-            wanted.append(variant)
-        else:
+        support = BACKENDS.get(variant.backend).probe(machine, variant) if variant.device == CUDA else Support.yes()
+        if package is not None:
             reason = f"making it needs the package '{package}': pip install 'hasten[{package}]'"
             refused.append(Candidate(variant.name, Status.UNAVAILABLE, reason))
+        elif not support.ok:
+            refused.append(Candidate(variant.name, Status.UNAVAILABLE, support.reason))
+        else:
+            wanted.append(variant)
     return wanted, refused
 
 
@@ -102,8 +109,9 @@ class Search:
             for variant in further:
                 if not self._is_skipped(variant):
                     self._try(variant)
-        if _MENDED in self.trials and not self.trials[_MENDED].verdict.passed:
-            self._mend(_MENDED)
+        for variant in _MENDED:
+            if variant in self.trials and not self.trials[variant].verdict.passed:
+                self._mend(variant)
 
     def _mend(self, variant: Variant) -> None:
         """Leave the most sensitive products in float: as few as will do, found by doubling, then by halving."""

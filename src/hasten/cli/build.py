@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="where it will run (default: the GPU where one can be used)"
     )
+    parser.add_argument(
+        "--precision", default="auto", metavar="NAME", help="search among fp32, fp16, bf16, fp8, int8 or int4 only"
+    )
     parser.add_argument("--keep", choices=("best", "all"), default="best", help="store the best two variants, or all")
     parser.add_argument("--recipe", metavar="TOML", help="make the variant of this recipe again, instead of searching")
     parser.add_argument("--budget", default="5m", metavar="TIME", help="time for the search (default: 5m)")
@@ -66,6 +69,7 @@ def main(args: argparse.Namespace) -> int:
         ),
         variants=tuple(args.variants),
         device=args.device,
+        precision=None if args.precision == "auto" else args.precision,
         data=args.data,
         calibration=args.calibration,
         columns=parse_columns(args.columns) if args.columns is not None else {},

@@ -10,7 +10,7 @@ from itertools import product
 from hasten.core.errors import PlanError
 from hasten.core.targets import find_target
 from hasten.core.tensors import Shape
-from hasten.core.variant import CPU, CUDA
+from hasten.core.variant import CPU, CUDA, Precision
 
 
 class Keep(StrEnum):
@@ -121,6 +121,8 @@ class Plan:
     variants: tuple[str, ...] = ()
     # Whose variants are tried: cpu or cuda; None stands for a GPU where there is one that can be used.
     device: str | None = None
+    # What variants that are tried compute in; None stands for all that there is, of which the gate decides.
+    precision: str | None = None
     data: str | None = None
     # Rows to quantize by, which need no labels; without them some of the data's are set aside.
     calibration: str | None = None
@@ -145,6 +147,13 @@ class Plan:
             find_target(self.target)
         if self.device not in (None, CPU, CUDA):
             raise PlanError(f"unknown device '{self.device}'", hint=f"--device takes {CPU} or {CUDA}")
+        known = [precision.value for precision in Precision]
+        if self.precision is not None and self.precision not in known:
+            raise PlanError(f"unknown precision '{self.precision}'", hint=f"auto, or one of {', '.join(known)}")
+        if self.precision is not None and (self.variants or self.recipe is not None):
+            raise PlanError(
+                "--precision is for a search, and --variants or --recipe say what is made", hint="leave one of them out"
+            )
         if self.device == CUDA and self.recipe is not None:
             raise PlanError("a recipe makes int8 for processors, and --device is cuda", hint="leave one of them out")
         if self.threads is not None and self.threads < 1:

@@ -1,4 +1,4 @@
-"""What stands between the two products of a feed-forward layer, in place: GELU."""
+"""What stands between the two products of a feed-forward layer: GELU, in place or squeezed into eight bits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
+from hasten.kernels.squeeze import Squeeze, settings, squeezed
 
 _ROWS, _COLUMNS = 4, 512
 # transformers' names for the two.
@@ -17,11 +19,23 @@ def reference(x: Any, kind: str = EXACT) -> Any:
     return torch.nn.functional.gelu(x.float(), approximate="tanh" if kind == TANH else "none")
 
 
-def gelu_(x: Any, kind: str = EXACT) -> Any:
+def gelu_(x: Any, kind: str = EXACT, squeeze: Squeeze | None = None) -> Any:
+    """In place, unless what it becomes is squeezed."""
     rows, width = x.shape
-    grid = (triton.cdiv(width, _COLUMNS), triton.cdiv(rows, _ROWS))
-    _gelu[grid](x, rows, width, is_tanh=kind == TANH, rows_at_once=_ROWS, columns=_COLUMNS, num_warps=4)
-    return x
+    out = x if squeeze is None else squeeze.empty(rows, width)
+    _gelu[(triton.cdiv(width, _COLUMNS), triton.cdiv(rows, _ROWS))](
+        x,
+        x if squeeze is None else squeeze.factors,
+        out,
+        rows,
+        width,
+        is_tanh=kind == TANH,
+        rows_at_once=_ROWS,
+        columns=_COLUMNS,
+        num_warps=4,
+        **settings(squeeze),
+    )
+    return out
 
 
 @triton.jit
@@ -41,11 +55,24 @@ def gelu(value, is_tanh: tl.constexpr):
 
 
 @triton.jit
-def _gelu(x, rows, width, is_tanh: tl.constexpr, rows_at_once: tl.constexpr, columns: tl.constexpr):
+def _gelu(
+    x,
+    factors,
+    out,
+    rows,
+    width,
+    is_tanh: tl.constexpr,
+    largest: tl.constexpr,
+    is_uniform: tl.constexpr,
+    rows_at_once: tl.constexpr,
+    columns: tl.constexpr,
+):
     # From the end, which was written last and is still in the cache; the beginning will be read first.
     row = (tl.num_programs(1) - 1 - tl.program_id(1)) * rows_at_once + tl.arange(0, rows_at_once)
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     is_inside = (row < rows)[:, None] & (column < width)[None, :]
-    at = x + row[:, None].to(tl.int64) * width + column[None, :]
-    value = tl.load(at, mask=is_inside, other=0.0).to(tl.float32)
-    tl.store(at, gelu(value, is_tanh).to(x.dtype.element_ty), mask=is_inside)
+    at = row[:, None].to(tl.int64) * width + column[None, :]
+    value = gelu(tl.load(x + at, mask=is_inside, other=0.0).to(tl.float32), is_tanh)
+    if largest > 0:
+        value = squeezed(value, factors, column[None, :], (column < width)[None, :], largest, is_uniform)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=is_inside)

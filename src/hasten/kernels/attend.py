@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from hasten.kernels.dependent import launching, let_next_start, wait_for_previous
+from hasten.kernels.squeeze import Squeeze, fitted, settings
 
 
 def reference(qkv: Any, sequence: Any, weight: Any, total: Any, heads: int, bias: Any | None = None) -> Any:
@@ -30,19 +31,26 @@ def attend(
     total: Any,
     heads: int,
     bias: Any | None = None,
+    step: Any | None = None,
+    squeeze: Squeeze | None = None,
     *,
     rows: int = 16,
     columns: int = 128,
     warps: int = 4,
     is_dependent: bool = False,
 ) -> None:
-    """All tokens are keys at once, so they must be few; `sequence` says whose each is. See attention for `bias`."""
+    """All tokens are keys at once, so they must be few; `sequence` says whose each is.
+
+    See attention for `bias`, and expand for a weight of eight bits.
+    """
     tokens, width = total.shape
     _attend[(heads, triton.cdiv(width, columns), triton.cdiv(tokens, rows))](
         qkv,
         sequence,
         weight,
         qkv if bias is None else bias,
+        weight if step is None else step,
+        weight if squeeze is None else squeeze.factors,
         total,
         tokens,
         (width // heads) ** -0.5,
@@ -53,8 +61,10 @@ def attend(
         keys=max(16, triton.next_power_of_2(tokens)),
         columns=columns,
         has_bias=bias is not None,
+        has_steps=step is not None and step.numel() > 1,
         is_dependent=is_dependent,
         num_warps=warps,
+        **settings(squeeze),
         **launching(is_dependent),
     )
 
@@ -65,6 +75,8 @@ def _attend(
     sequence,
     weight,
     bias,
+    step,
+    factors,
     total,
     tokens,
     scale,
@@ -75,6 +87,9 @@ def _attend(
     keys: tl.constexpr,
     columns: tl.constexpr,
     has_bias: tl.constexpr,
+    has_steps: tl.constexpr,
+    largest: tl.constexpr,
+    is_uniform: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     channel = tl.program_id(0) * size + tl.arange(0, size)
@@ -103,6 +118,11 @@ def _attend(
     scores = tl.where(is_seen, scores, -1.0e30)
     chances = tl.where(is_seen, tl.math.exp2(scores - tl.max(scores, 1)[:, None]), 0.0)
     mixed = tl.dot(chances.to(v.dtype), v) / tl.maximum(tl.sum(chances, 1), 1e-30)[:, None]
-    part = tl.dot(mixed.to(weights.dtype), weights)
+    if largest > 0:
+        mixed = fitted(mixed, factors, channel[None, :], (channel < width)[None, :], largest, is_uniform)
+        part = tl.dot(mixed.to(v.dtype), weights.to(v.dtype))
+        part *= tl.load(step + column, mask=column < width, other=0.0)[None, :] if has_steps else tl.load(step)
+    else:
+        part = tl.dot(mixed.to(weights.dtype), weights)
     is_inside = is_row[:, None] & is_column
     tl.atomic_add(total + row[:, None] * width + column[None, :], part, mask=is_inside, sem="relaxed")

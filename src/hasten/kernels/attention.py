@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hasten.kernels.squeeze import Squeeze, settings, squeezed
+
 
 def reference(qkv: Any, starts: Any, heads: int, bias: Any | None = None) -> Any:
     """`bias` (heads, distances) is added by how far apart two tokens are, at distances // 2 for none."""
@@ -49,6 +51,7 @@ def attention(
     work: Any,
     heads: int,
     bias: Any | None = None,
+    squeeze: Squeeze | None = None,
     *,
     rows: int = 64,
     keys: int = 64,
@@ -57,12 +60,16 @@ def attention(
 ) -> Any:
     """qkv (tokens, 3 × width) as one product gives it; `work` from `tiles` with the same `rows`."""
     tokens, width = qkv.shape[0], qkv.shape[1] // 3
-    out = torch.empty((tokens, width), dtype=qkv.dtype, device=qkv.device)
+    if squeeze is None:
+        out = torch.empty((tokens, width), dtype=qkv.dtype, device=qkv.device)
+    else:
+        out = squeeze.empty(tokens, width)
     size = width // heads
     _attention[(work.shape[0], heads)](
         qkv,
         work,
         bias if bias is not None else qkv,
+        qkv if squeeze is None else squeeze.factors,
         out,
         size**-0.5,
         width,
@@ -75,6 +82,7 @@ def attention(
         keys=keys,
         num_warps=warps,
         num_stages=stages,
+        **settings(squeeze),
     )
     return out
 
@@ -84,11 +92,14 @@ def _attention(
     qkv,
     work,
     bias,
+    factors,
     out,
     scale,
     width,
     distances,
     has_bias: tl.constexpr,
+    largest: tl.constexpr,
+    is_uniform: tl.constexpr,
     size: tl.constexpr,
     block: tl.constexpr,
     rows: tl.constexpr,
@@ -106,24 +117,27 @@ def _attention(
     q = tl.load(qkv + row[:, None] * (3 * width) + here[None, :], mask=is_row, other=0.0)
     # In powers of two, which is what the hardware has an instruction for.
     factor = scale * 1.4426950408889634
-    largest = tl.full((rows,), -float("inf"), tl.float32)
+    highest = tl.full((rows,), -float("inf"), tl.float32)
     total = tl.zeros((rows,), tl.float32)
     mixed = tl.zeros((rows, block), tl.float32)
     own_bias = bias + head * distances + distances // 2
     # Whole blocks of keys need no masks; what is left of the sequence does.
     whole = first + (end - first) // keys * keys
     for start in range(first, whole, keys):
-        mixed, total, largest = _block(
-            q, qkv, own_bias, row, start, end, here, is_channel, width, distances, factor, mixed, total, largest,
+        mixed, total, highest = _block(
+            q, qkv, own_bias, row, start, end, here, is_channel, width, distances, factor, mixed, total, highest,
             has_bias=has_bias, is_masked=size != block, keys=keys,
         )  # fmt: skip
     if whole < end:
-        mixed, total, largest = _block(
-            q, qkv, own_bias, row, whole, end, here, is_channel, width, distances, factor, mixed, total, largest,
+        mixed, total, highest = _block(
+            q, qkv, own_bias, row, whole, end, here, is_channel, width, distances, factor, mixed, total, highest,
             has_bias=has_bias, is_masked=True, keys=keys,
         )  # fmt: skip
     at = out + row[:, None] * width + here[None, :]
-    tl.store(at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=is_row)
+    value = mixed / total[:, None]
+    if largest > 0:
+        value = squeezed(value, factors, here[None, :], is_channel[None, :], largest, is_uniform)
+    tl.store(at, value.to(out.dtype.element_ty), mask=is_row)
 
 
 @triton.jit
@@ -141,7 +155,7 @@ def _block(
     factor,
     mixed,
     total,
-    largest,
+    highest,
     has_bias: tl.constexpr,
     is_masked: tl.constexpr,
     keys: tl.constexpr,
@@ -160,8 +174,8 @@ def _block(
         factor = 1.0
     if is_masked:
         scores = tl.where(is_key[None, :], scores, -float("inf"))
-    new = tl.maximum(largest, tl.max(scores, 1) * factor)
+    new = tl.maximum(highest, tl.max(scores, 1) * factor)
     weight = tl.math.exp2(scores * factor - new[:, None])
-    shrink = tl.math.exp2(largest - new)
+    shrink = tl.math.exp2(highest - new)
     v = tl.load(v_at, mask=is_key[:, None] & is_channel[None, :], other=0.0) if is_masked else tl.load(v_at)
     return tl.dot(weight.to(v.dtype), v, mixed * shrink[:, None]), total * shrink + tl.sum(weight, 1), new

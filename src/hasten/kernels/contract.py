@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from hasten.kernels.dependent import launching, let_next_start, wait_for_previous
+from hasten.kernels.squeeze import Squeeze, fitted, settings
 
 
 def reference(x: Any, weight: Any, total: Any) -> Any:
@@ -18,6 +19,8 @@ def contract(
     x: Any,
     weight: Any,
     total: Any,
+    step: Any | None = None,
+    squeeze: Squeeze | None = None,
     *,
     rows: int = 16,
     columns: int = 64,
@@ -25,21 +28,28 @@ def contract(
     warps: int = 4,
     is_dependent: bool = False,
 ) -> None:
-    """total (tokens, width) in fp32 += x · weightᵀ; `columns` and `depth` must divide the weight's sides."""
+    """total (tokens, width) in fp32 += x · weightᵀ; `columns` and `depth` must divide the weight's sides.
+
+    See expand for a weight of eight bits.
+    """
     tokens, inner = x.shape
     width = weight.shape[0]
     _contract[(width // columns, inner // depth, triton.cdiv(tokens, rows))](
         x,
         weight,
+        weight if step is None else step,
+        weight if squeeze is None else squeeze.factors,
         total,
         tokens,
         inner,
         width,
+        has_steps=step is not None and step.numel() > 1,
         rows=rows,
         columns=columns,
         depth=depth,
         is_dependent=is_dependent,
         num_warps=warps,
+        **settings(squeeze),
         **launching(is_dependent),
     )
 
@@ -48,10 +58,15 @@ def contract(
 def _contract(
     x,
     weight,
+    step,
+    factors,
     total,
     tokens,
     inner,
     width,
+    has_steps: tl.constexpr,
+    largest: tl.constexpr,
+    is_uniform: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
     depth: tl.constexpr,
@@ -66,5 +81,10 @@ def _contract(
     row = tl.program_id(2) * rows + tl.arange(0, rows)
     is_row = (row < tokens)[:, None]
     values = tl.load(x + row[:, None] * inner + k[None, :], mask=is_row, other=0.0)
-    part = tl.dot(values, weights)
+    if largest > 0:
+        taken = fitted(values.to(tl.float32), factors, k[None, :], (k < inner)[None, :], largest, is_uniform)
+        part = tl.dot(taken.to(values.dtype), weights.to(values.dtype))
+        part *= tl.load(step + column)[None, :] if has_steps else tl.load(step)
+    else:
+        part = tl.dot(values, weights)
     tl.atomic_add(total + row[:, None] * width + column[None, :], part, mask=is_row, sem="relaxed")

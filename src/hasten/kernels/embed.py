@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from hasten.kernels.dependent import launching, let_next_start, wait_for_previous
+from hasten.kernels.squeeze import Squeeze, settings, squeezed
 
 
 def reference(
@@ -38,14 +39,19 @@ def embed(
     kinds: Any | None,
     norm: tuple[Any, Any, float] | None = None,
     out: Any | None = None,
+    squeeze: Squeeze | None = None,
     *,
     is_dependent: bool = False,
-) -> Any:
-    """Of each token: its word, its place in its sequence, and its text of a pair where the model knows that."""
+) -> tuple[Any, Any]:
+    """Of each token: its word, its place in its sequence, and its text of a pair where the model knows that.
+
+    Twice: as it is, and squeezed where that is asked for.
+    """
     tokens, width = ids.shape[0], words.shape[1]
     if out is None:
         dtype = torch.float32 if norm is None else words.dtype
         out = torch.empty((tokens, width), dtype=dtype, device=words.device)
+    narrow = out if squeeze is None else squeeze.empty(tokens, width)
     scale, shift, eps = norm or (words, words, 0.0)
     _embed[(tokens,)](
         ids,
@@ -56,7 +62,9 @@ def embed(
         words if kinds is None else kinds,
         scale,
         shift,
+        words if squeeze is None else squeeze.factors,
         out,
+        narrow,
         width,
         eps,
         has_kinds=kinds is not None,
@@ -64,9 +72,10 @@ def embed(
         block=triton.next_power_of_2(width),
         is_dependent=is_dependent,
         num_warps=1,
+        **settings(squeeze),
         **launching(is_dependent),
     )
-    return out
+    return out, narrow
 
 
 @triton.jit
@@ -79,11 +88,15 @@ def _embed(
     kinds,
     scale,
     shift,
+    factors,
     out,
+    narrow,
     width,
     eps,
     has_kinds: tl.constexpr,
     has_norm: tl.constexpr,
+    largest: tl.constexpr,
+    is_uniform: tl.constexpr,
     block: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
@@ -108,3 +121,6 @@ def _embed(
         shifts = tl.load(shift + column, mask=is_column, other=0.0).to(tl.float32)
         value = normal * scales + shifts
     tl.store(out + token * width + column, value.to(out.dtype.element_ty), mask=is_column)
+    if largest > 0:
+        value = squeezed(value, factors, column, is_column, largest, is_uniform)
+        tl.store(narrow + token * width + column, value.to(narrow.dtype.element_ty), mask=is_column)

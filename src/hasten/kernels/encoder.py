@@ -1,4 +1,8 @@
-"""A whole encoder in BERT's order, over packed tokens: two ways through it, one for many tokens and one for few."""
+"""A whole encoder in BERT's order, over packed tokens: two ways through it, one for many tokens and one for few.
+
+A product whose weight is of eight bits takes eight bits where tokens are many; whoever computes its input writes that
+in both forms, or in that one alone. Where they are few, only the weights are narrow: reading them is what takes time.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,10 @@ from hasten.kernels.attention import attention
 from hasten.kernels.contract import contract
 from hasten.kernels.embed import embed
 from hasten.kernels.expand import expand
-from hasten.kernels.norm import layer_norm
+from hasten.kernels.norm import layer_norm, layer_norms
 from hasten.kernels.products import Product, Products
+from hasten.kernels.roads import Roads
+from hasten.kernels.squeeze import Squeeze, squeeze
 
 # Tokens a program of attention asks for; `attention.tiles` must be told the same.
 TILE = 64
@@ -117,6 +123,12 @@ class Encoder:
         self._weights = weights
         self.is_dependent = is_dependent
         self.products = products
+        self._squeezes = {
+            name.removesuffix(".factors"): Squeeze(factors, weights[f"{name.removesuffix('.factors')}.weight"].dtype)
+            for name, factors in weights.items()
+            if name.endswith(".factors")
+        }
+        self.roads = Roads(geometry.activation, weights["words"].dtype if weights else None, products)
         table = _NARROW if geometry.width < 512 else _WIDE
         is_able = "project.weight" not in weights
         fitting = {most: steps for most, steps in table.items() if is_able and steps.fits(geometry, shared_bytes)}
@@ -144,21 +156,22 @@ class Encoder:
             scale, shift = weights[f"{norm}.scale"], weights[f"{norm}.shift"]
             expand(
                 total, scale, shift, shape.eps, weights[f"{layer}.qkv.weight"], weights[f"{layer}.qkv.bias"],
-                weights[f"{layer}.out.bias"], qkv, between,
+                weights[f"{layer}.out.bias"], qkv, between, None, *self._narrow(f"{layer}.qkv"),
                 rows=qkv_cut.rows, columns=qkv_cut.columns, warps=qkv_cut.warps, is_dependent=dependent,
             )  # fmt: skip
             attend(
                 qkv, batch.sequence, weights[f"{layer}.out.weight"], between, shape.heads, weights.get("distances"),
+                *self._narrow(f"{layer}.out"),
                 rows=attend_cut.rows, columns=attend_cut.columns, warps=attend_cut.warps, is_dependent=dependent,
             )  # fmt: skip
             expand(
                 between, weights[f"{layer}.middle.scale"], weights[f"{layer}.middle.shift"], shape.eps,
                 weights[f"{layer}.up.weight"], weights[f"{layer}.up.bias"], weights[f"{layer}.down.bias"], inner, total,
-                shape.activation,
+                shape.activation, *self._narrow(f"{layer}.up"),
                 rows=up_cut.rows, columns=up_cut.columns, warps=up_cut.warps, is_dependent=dependent,
             )  # fmt: skip
             contract(
-                inner, weights[f"{layer}.down.weight"], total,
+                inner, weights[f"{layer}.down.weight"], total, *self._narrow(f"{layer}.down"),
                 rows=down_cut.rows, columns=down_cut.columns, depth=down_cut.depth, warps=down_cut.warps,
                 is_dependent=dependent,
             )  # fmt: skip
@@ -171,62 +184,98 @@ class Encoder:
 
         With `rows` those of the tokens it names alone, which spares most of the last layer.
         """
-        shape, weights = self.geometry, self._weights
-        x = self._embed(batch, (weights["norm.scale"], weights["norm.shift"], shape.eps), None)
-        if "project.weight" in weights:
-            x = torch.addmm(weights["project.bias"], x, weights["project.weight"].T)
+        shape, distances = self.geometry, self._weights.get("distances")
+        # What is added to, and what is multiplied.
+        x, taken = self._started(batch)
         for place in range(shape.layers):
             layer = self._layer(place)
-            qkv = self._product(x, f"{layer}.qkv", has_bias=True)
-            if rows is None or place < shape.layers - 1:
-                mixed = attention(qkv, batch.tiles, shape.heads, weights.get("distances"), rows=TILE)
+            is_last = place == shape.layers - 1
+            qkv = self._product(taken, f"{layer}.qkv", has_bias=True)
+            if rows is None or not is_last:
+                how = self._squeezes.get(f"{layer}.out")
+                mixed = attention(qkv, batch.tiles, shape.heads, distances, how, rows=TILE)
             else:
                 # A sequence that there is room for, and none in, begins behind the last token.
                 rows = rows.clamp(max=x.shape[0] - 1)
-                mixed, x = self._mixed(qkv, batch, rows), x[rows]
-            x = self._normed(self._product(mixed, f"{layer}.out"), x, f"{layer}.out", f"{layer}.middle")
-            inner = self._expanded(x, f"{layer}.up")
-            x = self._normed(self._product(inner, f"{layer}.down"), x, f"{layer}.down", f"{layer}.end")
+                mixed, x = self._mixed(qkv, batch, rows, f"{layer}.out"), x[rows]
+            mixed = self._product(mixed, f"{layer}.out")
+            x, taken = self._normed(mixed, x, f"{layer}.out", f"{layer}.middle", f"{layer}.up")
+            inner = self._product(self._expanded(taken, f"{layer}.up", f"{layer}.down"), f"{layer}.down")
+            following = "" if is_last else f"{self._layer(place + 1)}.qkv"
+            x, taken = self._normed(inner, x, f"{layer}.down", f"{layer}.end", following)
         return x
 
-    def _mixed(self, qkv: Any, batch: Packed, rows: Any) -> Any:
+    def _started(self, batch: Packed) -> tuple[Any, Any]:
+        shape, weights, first = self.geometry, self._weights, self._squeezes.get("0.qkv")
+        norm = (weights["norm.scale"], weights["norm.shift"], shape.eps)
+        if "project.weight" not in weights:
+            return self._embed(batch, norm, None, first)
+        x, _ = self._embed(batch, norm, None)
+        x = torch.addmm(weights["project.bias"], x, weights["project.weight"].T)
+        return x, x if first is None else squeeze(x, first)
+
+    def _mixed(self, qkv: Any, batch: Packed, rows: Any, following: str) -> Any:
         """Attention of these rows: they look at all tokens of their sequences, and nobody looks at the others."""
         own = batch.sequence[rows]
         asking = torch.stack([rows, batch.starts[own], batch.starts[own + 1]], dim=1)
-        return attention(qkv, asking, self.geometry.heads, self._weights.get("distances"), rows=_ONE)[rows]
+        how, heads, distances = self._squeezes.get(following), self.geometry.heads, self._weights.get("distances")
+        mixed = attention(qkv, asking, heads, distances, how, rows=_ONE)
+        # Rows of fp8 are picked as the bytes they are.
+        return mixed[rows] if how is None else mixed.view(torch.uint8)[rows].view(how.dtype)
 
     def shapes(self, tokens: int) -> list[Product]:
-        """The products of a layer, as `many` asks for them."""
+        """The products of all layers, each once, as `many` asks for them."""
         width, inner, is_tanh = self.geometry.width, self.geometry.inner, self.geometry.activation == TANH
-        return [
-            Product(tokens, 3 * width, width, has_bias=True),
-            Product(tokens, width, width),
-            Product(tokens, inner, width, has_bias=True, has_gelu=is_tanh),
-            Product(tokens, width, inner),
-        ]
+        sides = {"qkv": (3 * width, width), "out": (width, width), "up": (inner, width), "down": (width, inner)}
+        found = {}
+        for layer in range(1 if self.geometry.is_shared else self.geometry.layers):
+            for name, (columns, depth) in sides.items():
+                takes, gives = (self._dtype_of(f"{layer}.{one}") for one in (name, "down"))
+                is_up = name == "up"
+                # In half precision GELU rides along where it can, and not where what comes of it is squeezed.
+                has_gelu = is_up and (bool(takes) or (is_tanh and not gives))
+                gives = gives if takes and is_up else ""
+                found[Product(tokens, columns, depth, name in ("qkv", "up"), has_gelu, takes, gives)] = name
+        return list(found)
+
+    def _dtype_of(self, name: str) -> str:
+        how = self._squeezes.get(name)
+        return "" if how is None else str(how.dtype).removeprefix("torch.")
 
     def _product(self, x: Any, name: str, *, has_bias: bool = False, has_gelu: bool = False) -> Any:
         weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"] if has_bias else None
+        if name in self._squeezes:
+            return self.roads(x, weight, self._weights[f"{name}.step"], bias)
         if self.products is not None:
             return self.products(x, weight, bias, has_gelu=has_gelu)
         return torch.mm(x, weight.T) if bias is None else torch.addmm(bias, x, weight.T)
 
-    def _expanded(self, x: Any, name: str) -> Any:
-        """cuBLAS has GELU by tanh, and no other."""
-        if self.products is not None and self.geometry.activation == TANH:
+    def _expanded(self, x: Any, name: str, following: str) -> Any:
+        """cuBLAS has GELU by tanh, and no other; what it gives in half precision nobody squeezes."""
+        kind, how = self.geometry.activation, self._squeezes.get(following)
+        if name in self._squeezes:
+            weight, step, bias = (self._weights[f"{name}.{part}"] for part in ("weight", "step", "bias"))
+            return self.roads(x, weight, step, bias, has_gelu=True, squeeze=how)
+        if self.products is not None and kind == TANH and how is None:
             return self._product(x, name, has_bias=True, has_gelu=True)
-        return gelu_(self._product(x, name, has_bias=True), self.geometry.activation)
+        return gelu_(self._product(x, name, has_bias=True), kind, how)
 
-    def _embed(self, batch: Packed, norm: tuple[Any, Any, float] | None, out: Any | None) -> Any:
+    def _narrow(self, name: str) -> tuple[Any, Squeeze | None]:
+        """What goes with a weight of eight bits."""
+        return self._weights.get(f"{name}.step"), self._squeezes.get(name)
+
+    def _embed(
+        self, batch: Packed, norm: tuple[Any, Any, float] | None, out: Any | None, how: Squeeze | None = None
+    ) -> tuple[Any, Any]:
         words, places, kinds = (self._weights.get(name) for name in ("words", "places", "kinds"))
         # Between cuBLAS's kernels overlapping costs more than it gains.
         overlaps = self.is_dependent and norm is None
-        return embed(batch.ids, batch.places, batch.kinds, words, places, kinds, norm, out, is_dependent=overlaps)
+        return embed(batch.ids, batch.places, batch.kinds, words, places, kinds, norm, out, how, is_dependent=overlaps)
 
-    def _normed(self, product: Any, residual: Any, bias: str, norm: str) -> Any:
-        weights = self._weights
+    def _normed(self, product: Any, residual: Any, bias: str, norm: str, following: str) -> tuple[Any, Any]:
+        weights, how = self._weights, self._squeezes.get(following)
         scale, shift = weights[f"{norm}.scale"], weights[f"{norm}.shift"]
-        return layer_norm(product, scale, shift, self.geometry.eps, weights[f"{bias}.bias"], residual)
+        return layer_norms(product, scale, shift, self.geometry.eps, weights[f"{bias}.bias"], residual, how)
 
     def _layer(self, place: int) -> int:
         return 0 if self.geometry.is_shared else place

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from hasten.kernels.activation import EXACT, TANH, gelu
 from hasten.kernels.dependent import launching, let_next_start, wait_for_previous
+from hasten.kernels.squeeze import Squeeze, fitted, settings
 
 
 def reference(
@@ -37,13 +38,19 @@ def expand(
     out: Any,
     next_total: Any,
     kind: str | None = None,
+    step: Any | None = None,
+    squeeze: Squeeze | None = None,
     *,
     rows: int = 16,
     columns: int = 64,
     warps: int = 8,
     is_dependent: bool = False,
 ) -> None:
-    """`total` (tokens, width) in fp32 is what was summed up; weight (out, width); `columns` must divide its rows."""
+    """`total` (tokens, width) in fp32 is what was summed up; weight (out, width); `columns` must divide its rows.
+
+    A weight of eight bits has a `step`, and is for values that the squeeze has fitted: not rounded, since few values
+    are multiplied as they are.
+    """
     tokens, width = total.shape
     count = weight.shape[0] // columns
     _expand[(count, triton.cdiv(tokens, rows))](
@@ -53,6 +60,8 @@ def expand(
         weight,
         bias,
         next_bias,
+        weight if step is None else step,
+        weight if squeeze is None else squeeze.factors,
         out,
         next_total,
         tokens,
@@ -65,8 +74,10 @@ def expand(
         share=triton.cdiv(width, count),
         has_gelu=kind is not None,
         is_tanh=kind not in (None, EXACT),
+        has_steps=step is not None and step.numel() > 1,
         is_dependent=is_dependent,
         num_warps=warps,
+        **settings(squeeze),
         **launching(is_dependent),
     )
 
@@ -79,6 +90,8 @@ def _expand(
     weight,
     bias,
     next_bias,
+    step,
+    factors,
     out,
     next_total,
     tokens,
@@ -91,6 +104,9 @@ def _expand(
     share: tl.constexpr,
     has_gelu: tl.constexpr,
     is_tanh: tl.constexpr,
+    has_steps: tl.constexpr,
+    largest: tl.constexpr,
+    is_uniform: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     place = tl.program_id(0)
@@ -115,7 +131,13 @@ def _expand(
     centred = tl.where(is_inside, value - mean[:, None], 0.0)
     normal = centred * tl.rsqrt(tl.sum(centred * centred, 1) / width + eps)[:, None]
     x = normal * scales[None, :] + shifts[None, :]
-    y = tl.dot(x.to(weights.dtype), weights) + biases[None, :]
+    if largest > 0:
+        half: tl.constexpr = out.dtype.element_ty
+        taken = fitted(x, factors, k[None, :], is_k[None, :], largest, is_uniform)
+        y = tl.dot(taken.to(half), weights.to(half))
+        y = y * (tl.load(step + column)[None, :] if has_steps else tl.load(step)) + biases[None, :]
+    else:
+        y = tl.dot(x.to(weights.dtype), weights) + biases[None, :]
     if has_gelu:
         y = gelu(y, is_tanh)
     tl.store(out + row[:, None] * out_width + column[None, :], y.to(out.dtype.element_ty), mask=is_row[:, None])

@@ -1,4 +1,4 @@
-"""LayerNorm of each token, with what is added in front of it."""
+"""LayerNorm of each token, with what is added in front of it; for the next product in eight bits too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from hasten.kernels.dependent import launching, let_next_start, wait_for_previous
+from hasten.kernels.squeeze import Squeeze, settings, squeezed
 
 
 def reference(x: Any, scale: Any, shift: Any, eps: float, bias: Any | None = None, residual: Any | None = None) -> Any:
@@ -31,8 +32,24 @@ def layer_norm(
     is_dependent: bool = False,
 ) -> Any:
     """Of x + bias + residual: what a product leaves to be done rides along."""
+    return layer_norms(x, scale, shift, eps, bias, residual, is_dependent=is_dependent)[0]
+
+
+def layer_norms(
+    x: Any,
+    scale: Any,
+    shift: Any,
+    eps: float,
+    bias: Any | None = None,
+    residual: Any | None = None,
+    squeeze: Squeeze | None = None,
+    *,
+    is_dependent: bool = False,
+) -> tuple[Any, Any]:
+    """The same twice: for who adds to it, and for who multiplies, squeezed where that is asked for."""
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=scale.dtype, device=x.device)
+    narrow = out if squeeze is None else squeeze.empty(rows, width)
     block = triton.next_power_of_2(width)
     # A few rows a program: one alone is over before it is launched.
     per_program = max(1, min(4, 4096 // block))
@@ -42,7 +59,9 @@ def layer_norm(
         x if residual is None else residual,
         scale,
         shift,
+        x if squeeze is None else squeeze.factors,
         out,
+        narrow,
         rows,
         width,
         eps,
@@ -52,9 +71,10 @@ def layer_norm(
         per_program=per_program,
         is_dependent=is_dependent,
         num_warps=2 if block <= 512 else 4,
+        **settings(squeeze),
         **launching(is_dependent),
     )
-    return out
+    return out, narrow
 
 
 @triton.jit
@@ -64,12 +84,16 @@ def _norm(
     residual,
     scale,
     shift,
+    factors,
     out,
+    narrow,
     rows,
     width,
     eps,
     has_bias: tl.constexpr,
     has_residual: tl.constexpr,
+    largest: tl.constexpr,
+    is_uniform: tl.constexpr,
     block: tl.constexpr,
     per_program: tl.constexpr,
     is_dependent: tl.constexpr,
@@ -92,4 +116,8 @@ def _norm(
     mean = tl.sum(value, axis=1) / width
     centred = tl.where(is_inside, value - mean[:, None], 0.0)
     normal = centred * tl.rsqrt(tl.sum(centred * centred, axis=1) / width + eps)[:, None]
-    tl.store(out + at, (normal * scales[None, :] + shifts[None, :]).to(out.dtype.element_ty), mask=is_inside)
+    value = normal * scales[None, :] + shifts[None, :]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=is_inside)
+    if largest > 0:
+        value = squeezed(value, factors, column[None, :], is_column[None, :], largest, is_uniform)
+        tl.store(narrow + at, value.to(narrow.dtype.element_ty), mask=is_inside)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
-from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,8 +22,9 @@ _WORKSPACE = 32 * 2**20
 _PROPOSALS = 64
 # Names of the library's header.
 _COMPUTE_FP32, _REAL_FP32 = 68, 0
-_REALS = {torch.float16: 2, torch.bfloat16: 14}
+_REALS = {torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
 _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
+_STEP_POINTERS, _FACTOR_POINTER, _FAST_SUMS, _BIAS_REAL = (17, 18), 20, 25, 26
 _TRANSPOSED = 1
 _MAX_WORKSPACE = 1
 _PLAIN, _BIAS, _GELU_BIAS = 1, 4, 36
@@ -40,6 +41,9 @@ class Product:
     has_bias: bool = False
     # Of the kind that goes by tanh: the library knows no other.
     has_gelu: bool = False
+    # PyTorch's names of what it multiplies and what it gives, where those are no halves: float8_e4m3fn, int8.
+    takes: str = ""
+    gives: str = ""
 
 
 class _Proposal(ctypes.Structure):
@@ -55,12 +59,14 @@ class _Proposal(ctypes.Structure):
 class Products:
     """One thread's: it has a workspace."""
 
-    def __init__(self, dtype: Any, device: Any = "cuda") -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: Any, device: Any = "cuda", *, sums_fast: bool = False) -> None:
+        """`sums_fast`: products of fp8 are added up in the fewer bits that tensor cores have, not in fp32."""
+        self.dtype, self._sums_fast = dtype, sums_fast
         self._library = _load()
         self._handle = c_void_p()
         self._call("cublasLtCreate", byref(self._handle))
         self._workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
+        self._one = torch.ones(1, dtype=torch.float32, device=device)
         self._chosen: dict[Product, bytes] = {}
         self._plans: dict[Product, _Plan] = {}
 
@@ -70,23 +76,50 @@ class Products:
         what = Product(rows, columns, depth, bias is not None, has_gelu)
         if x.dtype != self.dtype:
             raise StageError(f"a product of {x.dtype} was asked of one who multiplies {self.dtype}")
+        return self.multiply(what, _Operands(x, weight, bias))
+
+    def squeezed(
+        self, what: Product, x: Any, weight: Any, step: Any, bias: Any | None, factor: Any | None, algorithm: bytes
+    ) -> Any:
+        """The same of fp8, times a step, by a given algorithm or, where that is empty, by the library's first.
+
+        With a factor what it gives is multiplied by that and is fp8 too.
+        """
+        return self.multiply(what, _Operands(x, weight, bias, step, factor), algorithm)
+
+    def multiply(self, what: Product, operands: _Operands, algorithm: bytes = b"") -> Any:
         plan = self._plans.get(what)
         if plan is None:
             plan = self._plan(what)
-            plan.algorithm = self._chosen.get(what) or self._proposals(plan)[0]
+            try:
+                plan.algorithm = self._chosen.get(what) or self._proposals(plan, operands)[0]
+            except StageError:
+                self._destroy(plan)
+                raise
             self._plans[what] = plan
-        out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-        self._launch(plan, plan.algorithm, x, weight, bias, out)
+        x, dtype = operands.x, getattr(torch, what.gives) if what.gives else self.dtype
+        out = torch.empty((what.rows, what.columns), dtype=dtype, device=x.device)
+        self._launch(plan, algorithm or plan.algorithm, operands, out)
         return out
 
-    def _proposals(self, plan: _Plan) -> list[bytes]:
+    def proposals(self, what: Product) -> list[bytes]:
+        """All of the library's algorithms for a product, its favourite first."""
+        plan = self._plan(what)
+        try:
+            return self._proposals(plan, self._drawn(what))
+        finally:
+            self._destroy(plan)
+
+    def _proposals(self, plan: _Plan, operands: _Operands) -> list[bytes]:
+        # What it proposes may depend on what there is to point to.
+        self._point(plan, operands)
         preference, found = c_void_p(), c_int()
         results = (_Proposal * _PROPOSALS)()
         size = c_size_t(_WORKSPACE)
         self._call("cublasLtMatmulPreferenceCreate", byref(preference))
         self._call("cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, byref(size), c_size_t(8))
         self._call(
-            "cublasLtMatmulAlgoGetHeuristic", self._handle, plan.about, plan.weight, plan.x, plan.out, plan.out,
+            "cublasLtMatmulAlgoGetHeuristic", self._handle, plan.about, plan.weight, plan.x, plan.added, plan.out,
             preference, _PROPOSALS, results, byref(found),
         )  # fmt: skip
         self._call("cublasLtMatmulPreferenceDestroy", preference)
@@ -102,12 +135,11 @@ class Products:
 
     def fastest(self, what: Product, seconds: Callable[[Callable[[], Any]], float]) -> bytes:
         """The proposal that takes the fewest `seconds`, on values like those of a model."""
-        x, weight = self._draw(what.rows, what.depth), self._draw(what.columns, what.depth)
-        out, bias = self._draw(what.rows, what.columns), self._draw(what.columns) if what.has_bias else None
+        operands, out = self._drawn(what), self._draw(what.rows, what.columns)
         plan = self._plan(what)
         launches = {
-            algorithm: partial(self._launch, plan, algorithm, x, weight, bias, out)
-            for algorithm in self._proposals(plan)
+            algorithm: partial(self._launch, plan, algorithm, operands, out)
+            for algorithm in self._proposals(plan, operands)
         }
         fastest = min(launches, key=lambda algorithm: seconds(launches[algorithm]))
         self._destroy(plan)
@@ -127,8 +159,15 @@ class Products:
 
     def _destroy(self, plan: _Plan) -> None:
         self._call("cublasLtMatmulDescDestroy", plan.about)
-        for layout in (plan.weight, plan.x, plan.out):
+        for layout in (plan.weight, plan.x, plan.added, plan.out):
             self._call("cublasLtMatrixLayoutDestroy", layout)
+
+    def _drawn(self, what: Product) -> _Operands:
+        """Values like those of a model."""
+        dtype = getattr(torch, what.takes) if what.takes else self.dtype
+        x, weight = (self._draw(rows, what.depth).to(dtype) for rows in (what.rows, what.columns))
+        bias = self._draw(what.columns) if what.has_bias else None
+        return _Operands(x, weight, bias, self._one if what.takes else None, self._one if what.gives else None)
 
     def _draw(self, *shape: int) -> Any:
         return torch.randn(*shape, device=self._workspace.device).to(self.dtype)
@@ -140,27 +179,44 @@ class Products:
         self._set(about, _TRANSPOSE_A, c_int32(_TRANSPOSED))
         epilogue = _GELU_BIAS if what.has_gelu else _BIAS if what.has_bias else _PLAIN
         self._set(about, _EPILOGUE, c_uint32(epilogue))
-        weight = self._layout(what.depth, what.columns)
-        return _Plan(about, weight, self._layout(what.depth, what.rows), self._layout(what.columns, what.rows))
+        if what.takes:
+            self._set(about, _FAST_SUMS, c_int8(self._sums_fast))
+            if what.has_bias:
+                self._set(about, _BIAS_REAL, c_int32(_REALS[self.dtype]))
+        weight, x = (self._layout(what.depth, side, what.takes) for side in (what.columns, what.rows))
+        # What would be added is none, but has to be of a type that goes with the others.
+        added, out = (self._layout(what.columns, what.rows, name) for name in ("", what.gives))
+        return _Plan(about, weight, x, added, out)
 
-    def _layout(self, rows: int, columns: int) -> c_void_p:
+    def _layout(self, rows: int, columns: int, name: str) -> c_void_p:
         layout = c_void_p()
+        real = _REALS[getattr(torch, name) if name else self.dtype]
         sizes = c_uint64(rows), c_uint64(columns), c_int64(rows)
-        self._call("cublasLtMatrixLayoutCreate", byref(layout), _REALS[self.dtype], *sizes)
+        self._call("cublasLtMatrixLayoutCreate", byref(layout), real, *sizes)
         return layout
 
     def _set(self, about: c_void_p, attribute: int, value: Any) -> None:
         size = c_size_t(ctypes.sizeof(value))
         self._call("cublasLtMatmulDescSetAttribute", about, attribute, byref(value), size)
 
-    def _launch(self, plan: _Plan, algorithm: bytes, x: Any, weight: Any, bias: Any | None, out: Any) -> None:
-        if bias is not None:
-            self._set(plan.about, _BIAS_POINTER, c_void_p(bias.data_ptr()))
+    def _point(self, plan: _Plan, operands: _Operands) -> None:
+        pointers = {_BIAS_POINTER: operands.bias, _FACTOR_POINTER: operands.factor}
+        if operands.step is not None:
+            pointers |= dict(zip(_STEP_POINTERS, (operands.step, self._one), strict=True))
+        for attribute, tensor in pointers.items():
+            if tensor is not None:
+                self._set(plan.about, attribute, c_void_p(tensor.data_ptr()))
+
+    def _launch(self, plan: _Plan, algorithm: bytes, operands: _Operands, out: Any) -> None:
+        self._point(plan, operands)
         there = c_void_p(out.data_ptr())
+        # Nothing is added; and what gives fp8 has nothing of the kind that could be.
+        added = there if operands.factor is None else c_void_p()
         self._call(
             "cublasLtMatmul", self._handle, plan.about,
-            byref(c_float(1.0)), c_void_p(weight.data_ptr()), plan.weight, c_void_p(x.data_ptr()), plan.x,
-            byref(c_float(0.0)), there, plan.out, there, plan.out,
+            byref(c_float(1.0)), c_void_p(operands.weight.data_ptr()), plan.weight,
+            c_void_p(operands.x.data_ptr()), plan.x,
+            byref(c_float(0.0)), added, plan.added, there, plan.out,
             algorithm, c_void_p(self._workspace.data_ptr()), c_size_t(_WORKSPACE),
             c_void_p(torch.cuda.current_stream().cuda_stream),
         )  # fmt: skip
@@ -171,6 +227,17 @@ class Products:
             raise StageError(f"{name} failed with status {status}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """Tensors: of fp8 with a step, and with a factor where what comes of them is fp8 again."""
+
+    x: Any
+    weight: Any
+    bias: Any | None
+    step: Any | None = None
+    factor: Any | None = None
+
+
 @dataclass(slots=True)
 class _Plan:
     """The library's descriptions of one product."""
@@ -178,6 +245,7 @@ class _Plan:
     about: c_void_p
     weight: c_void_p
     x: c_void_p
+    added: c_void_p
     out: c_void_p
     algorithm: bytes = b""
 

@@ -1,4 +1,4 @@
-"""What was found by measuring on one GPU: the algorithm of each product, and up to how many tokens few are few.
+"""What was found by measuring on one GPU: how each product is computed, and up to how many tokens few are few.
 
 A bundle brings what its build has found; on another GPU, or with other libraries, the cache may hold what was found
 there. Where neither does, the libraries' own choice is taken: nothing is measured when a model is loaded.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 import triton
+from triton.runtime.errors import OutOfResources
 
 from hasten.core.cache import cache_directory
 from hasten.core.errors import StageError
@@ -28,6 +29,7 @@ from hasten.kernels.encoder import Encoder
 from hasten.kernels.packing import MOST_TOKENS, Bucket, pack, places_of, round_up, unpack
 from hasten.kernels.products import ALGORITHM_BYTES, Product, Products, library_version
 from hasten.kernels.replay import garbage_kept, recording
+from hasten.kernels.roads import NAME
 
 FILE = "tuning.json"
 _ALGORITHM = re.compile(f"[0-9a-f]{{{2 * ALGORITHM_BYTES}}}")
@@ -38,12 +40,12 @@ _LAUNCHES, _REPLAYS = 8, 5
 class Tuning:
     found_on: str
     few_tokens: int
-    # Algorithms as the library writes them, in hexadecimal digits.
+    # Algorithms as the library writes them, in hexadecimal digits; of products of eight bits the road (`roads.py`).
     products: tuple[tuple[Product, str], ...]
 
     def apply(self, encoder: Encoder, products: Products) -> None:
         encoder.few_tokens = min(encoder.few_tokens, self.few_tokens)
-        products.choose({product: bytes.fromhex(algorithm) for product, algorithm in self.products})
+        _choose(encoder, products, dict(self.products))
 
     def write(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -71,6 +73,8 @@ def circumstances(products: Products) -> str:
 
 def cached(encoder: Encoder, products: Products) -> Path:
     about = f"{circumstances(products)} {asdict(encoder.geometry)}"
+    # Which products are of eight bits; without any it is what it was before there were any.
+    about += "".join(f" {what}" for what in encoder.shapes(1) if what.takes)
     return cache_directory() / "fused" / f"{hashlib.sha256(about.encode()).hexdigest()[:16]}.json"
 
 
@@ -78,11 +82,19 @@ def tune(encoder: Encoder, products: Products, most_tokens: int = MOST_TOKENS) -
     """Some seconds of measuring."""
     with torch.inference_mode():
         shapes = [shape for tokens in sizes(most_tokens) for shape in encoder.shapes(tokens)]
-        found = {shape: products.fastest(shape, seconds) for shape in shapes}
+        found = {
+            shape: encoder.roads.fastest(shape, seconds) if shape.takes else products.fastest(shape, seconds).hex()
+            for shape in shapes
+        }
         # Against which few are few.
-        products.choose(found)
+        _choose(encoder, products, found)
         few = _few_tokens(encoder)
-    return Tuning(circumstances(products), few, tuple((shape, found[shape].hex()) for shape in found))
+    return Tuning(circumstances(products), few, tuple(found.items()))
+
+
+def _choose(encoder: Encoder, products: Products, found: Mapping[Product, str]) -> None:
+    products.choose({shape: bytes.fromhex(algorithm) for shape, algorithm in found.items() if not shape.takes})
+    encoder.roads.choose({shape: road for shape, road in found.items() if shape.takes})
 
 
 def sizes(most_tokens: int) -> list[int]:
@@ -100,7 +112,9 @@ def seconds(launch: Callable[[], Any]) -> float:
         with recording, garbage_kept(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(_LAUNCHES):
                 launch()
-    except StageError:
+    except (StageError, RuntimeError, OutOfResources):
+        # PyTorch says of what it cannot multiply a RuntimeError, Triton of a cut that is too large its own.
+        torch.cuda.synchronize()
         return float("inf")
     return median(_timed(graph, stream))
 
@@ -138,5 +152,5 @@ def _read(file: Path) -> Tuning | None:
     except (OSError, ValueError):  # msgspec's own errors are ValueErrors too
         return None
     # The library reads as many bytes, whatever there are.
-    is_whole = all(_ALGORITHM.fullmatch(algorithm) for _, algorithm in tuning.products)
+    is_whole = all((NAME if what.takes else _ALGORITHM).fullmatch(how) for what, how in tuning.products)
     return tuning if is_whole else None

@@ -30,6 +30,8 @@ _CALIBRATORS = {Way(calibrator.value): calibrator for calibrator in Calibrator}
 _NOT_FOR = {Method.NNCF: tuple(Way), Method.BLOCKS: (Way.ATTENTION,)}
 # Words that are no way to quantize where these backends hear them.
 _UNQUANTIZED = {"fused": (Way.GELU,), "onnxruntime": (Way.GELU,)}
+# Backends that quantize by themselves, from the module: to what, and the words they know beside keepN.
+_BY_THEMSELVES = {"fused": ((Precision.FP8, Precision.INT8), (Way.GELU,))}
 _MAKERS = {Method.NNCF: "NNCF, which quantizes for OpenVINO,", Method.BLOCKS: "quantizing weights in blocks"}
 
 
@@ -49,6 +51,12 @@ def check_ways(variant: Variant) -> None:
     foreign = [word for word in variant.ways if word not in _UNQUANTIZED.get(variant.backend, ())]
     if foreign and not is_quantized(variant):
         raise PlanError(f"'{variant}': {foreign[0]} is a way to quantize, and {variant.precision} is not quantized")
+    if is_by_itself(variant):
+        _, taken = _BY_THEMSELVES[variant.backend]
+        useless = next((word for word in words if word not in (*taken, "keepN")), None)
+        if useless is not None:
+            raise PlanError(f"'{variant}': {useless} is nothing that {variant.backend} can do")
+        return
     if len([word for word in variant.ways if word in (*_CALIBRATORS, Way.BLOCKS)]) > 1:
         raise PlanError(
             f"'{variant}' names more than one method", hint="choose one of minmax, entropy, percentile, blocks"
@@ -69,6 +77,8 @@ def check_recipe(recipe: Recipe) -> None:
     check_ways(variant)
     if not is_quantized(variant):
         raise PlanError(f"the recipe is for {variant}, which is not quantized")
+    if is_by_itself(variant):
+        raise PlanError(f"the recipe is for {variant}, which is made without one")
     if recipe.method is not method_of(variant):
         raise PlanError(f"the recipe's method is {recipe.method}, and {variant} is made by {method_of(variant)}")
     if recipe.target not in TARGETS:
@@ -79,7 +89,13 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def is_quantized(variant: Variant) -> bool:
-    return variant.precision in (Precision.INT8, Precision.INT4)
+    return variant.precision in (Precision.INT8, Precision.INT4) or is_by_itself(variant)
+
+
+def is_by_itself(variant: Variant) -> bool:
+    """Whether its backend quantizes the module: no graph is rewritten, and there is no recipe."""
+    precisions, _ = _BY_THEMSELVES.get(variant.backend, ((), ()))
+    return variant.precision in precisions
 
 
 def method_of(variant: Variant) -> Method:
@@ -98,6 +114,8 @@ def needs_calibration(variant: Variant) -> bool:
     """Whether making it takes rows: to find ranges, outliers, or what may stay in float."""
     if not is_quantized(variant):
         return False
+    if is_by_itself(variant):
+        return True
     is_found = bool(kept_products(variant)) or any(way in variant.ways for way in (Way.SMOOTH, Way.SPLIT))
     return is_found or method_of(variant) in (Method.STATIC, Method.NNCF)
 
