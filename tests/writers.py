@@ -118,7 +118,7 @@ def model(kind: str, vocabulary: int, **about: Any) -> Any:
         | {"relative_attention_max_distance": 32, "decoder_start_token_id": SPECIAL.index(PAD)}
         | {"tie_word_embeddings": False},
         "bart": {"d_model": 32, "max_position_embeddings": CONTEXT, "init_std": 0.4, "forced_eos_token_id": None}
-        | {"decoder_start_token_id": SPECIAL.index(EOS), "forced_bos_token_id": SPECIAL.index(BOS)}
+        | {"decoder_start_token_id": SPECIAL.index(EOS)}
         | {f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in _BART.items()},
     }
     config, head = {
@@ -130,6 +130,8 @@ def model(kind: str, vocabulary: int, **about: Any) -> Any:
     torch.manual_seed(1)
     made = head(config(vocab_size=vocabulary, **ends, **sizes[kind], **about)).eval()
     made.generation_config.max_length = None
+    if kind == "bart":
+        made.generation_config.forced_bos_token_id = SPECIAL.index(BOS)
     if kind == "t5":
         # It knows no positions but by this, and is sure of every token without the other.
         made.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.data *= 5
