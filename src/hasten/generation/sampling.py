@@ -64,7 +64,8 @@ def penalized(logits: FloatArray, seen: Collection[int], penalty: float) -> Floa
 
 def candidates(logits: FloatArray, sampling: Sampling) -> tuple[IntArray, FloatArray]:
     """The tokens that may come next, each with a weight in proportion to its probability."""
-    ids, kept_logits = np.arange(len(logits)), logits
+    ids: IntArray = np.arange(len(logits))
+    kept_logits = logits
     if 0 < sampling.top_k < len(logits):
         ids = largest(logits, sampling.top_k)
         kept_logits = logits[ids]
@@ -80,14 +81,15 @@ def candidates(logits: FloatArray, sampling: Sampling) -> tuple[IntArray, FloatA
 
 def largest(values: FloatArray, count: int) -> IntArray:
     """Places of so many of the largest, and of those that tie with the last of them, as transformers keeps them."""
-    places = np.arange(len(values))
+    places: IntArray = np.arange(len(values))
     runs = len(values) // _RUN
     if runs >= count:
         # So many runs have a maximum of at least this, so many values then do: looking through those few is all.
         maxima = values[: runs * _RUN].reshape(runs, _RUN).max(axis=1)
         places = np.flatnonzero(values >= np.partition(maxima, runs - count)[runs - count])
     among = values[places]
-    return places[among >= np.partition(among, len(among) - count)[len(among) - count]]
+    kept: IntArray = places[among >= np.partition(among, len(among) - count)[len(among) - count]]
+    return kept
 
 
 def _nucleus(weights: FloatArray, share: float) -> IntArray:
