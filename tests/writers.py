@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 import tiny
-from hasten.backends import BACKENDS, DECODER, Artifact, Decoder, Decodes, RunOptions
+from hasten.backends import BACKENDS, DECODER, ENCODER, Artifact, Decoder, Decodes, RunOptions
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
 from hasten.core.generation import TEXT_GENERATION, GenerationSpec
@@ -26,6 +26,7 @@ from hasten.core.variant import Precision, Variant
 from hasten.tasks import TaskSpec
 
 CONTEXT = 64
+_BART = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 SPECIAL = (BOS, PAD, EOS, "<unk>")
 
@@ -116,15 +117,21 @@ def model(kind: str, vocabulary: int, **about: Any) -> Any:
         "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4, "initializer_factor": 3.0}
         | {"relative_attention_max_distance": 32, "decoder_start_token_id": SPECIAL.index(PAD)}
         | {"tie_word_embeddings": False},
+        "bart": {"d_model": 32, "max_position_embeddings": CONTEXT, "init_std": 0.4, "forced_eos_token_id": None}
+        | {"decoder_start_token_id": SPECIAL.index(EOS)}
+        | {f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in _BART.items()},
     }
     config, head = {
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration),
+        "bart": (transformers.BartConfig, transformers.BartForConditionalGeneration),
     }[kind]
     torch.manual_seed(1)
     made = head(config(vocab_size=vocabulary, **ends, **sizes[kind], **about)).eval()
     made.generation_config.max_length = None
+    if kind == "bart":
+        made.generation_config.forced_bos_token_id = SPECIAL.index(BOS)
     if kind == "t5":
         # It knows no positions but by this, and is sure of every token without the other.
         made.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.data *= 5
@@ -133,11 +140,19 @@ def model(kind: str, vocabulary: int, **about: Any) -> Any:
     return made
 
 
+def starts_of(module: Any) -> tuple[int, ...]:
+    """What an answer begins with where an encoder reads the prompt; what is forced to come first is part of it."""
+    told = module.generation_config
+    starts = (told.decoder_start_token_id, told.forced_bos_token_id) if module.config.is_encoder_decoder else ()
+    return tuple(token for token in starts if token is not None)
+
+
 def spec_of(module: Any, **about: Any) -> GenerationSpec:
     config = module.config
-    starts = (config.decoder_start_token_id,) if config.is_encoder_decoder else ()
     named = {"bos_token": BOS, "eos_token": EOS}
-    return GenerationSpec(CONTEXT, config.vocab_size, (config.eos_token_id,), starts, special_tokens=named, **about)
+    return GenerationSpec(
+        CONTEXT, config.vocab_size, (config.eos_token_id,), starts_of(module), special_tokens=named, **about
+    )
 
 
 class PlainDecoder:
@@ -156,9 +171,8 @@ class PlainDecoder:
         assert slot not in self.rows, f"slot {slot} is not empty"
         self.log.append(("begin", (slot,)))
         prompt = [int(token) for token in ids]
-        config = self.module.config
         self.prompts[slot] = prompt
-        self.rows[slot] = [config.decoder_start_token_id] if config.is_encoder_decoder else prompt
+        self.rows[slot] = list(starts_of(self.module)) or prompt
         return self._logits([slot])[0]
 
     def step(self, slots: Sequence[int], ids: Any) -> Any:
@@ -203,12 +217,21 @@ class PlainDecoder:
 
 def artifact(module: Any, folder: Path) -> Artifact:
     """The module's graph, exported once."""
-    from hasten.builder.decoder import export_decoder, rotation_tables
+    names = (DECODER, ENCODER) if starts_of(module) else (DECODER,)
+    if not (folder / f"{DECODER}.onnx").exists():
+        _export(module, folder)
+    graphs = {name: f"{name}.onnx" for name in names}
+    return Artifact(Variant("onnxruntime", Precision.FP32), Signature((), (), max_length=CONTEXT), folder, graphs)
 
-    if not (folder / "decoder.onnx").exists():
-        export_decoder(module, folder / "decoder.onnx", rotation_tables(module, CONTEXT))
-    variant = Variant("onnxruntime", Precision.FP32)
-    return Artifact(variant, Signature((), (), max_length=CONTEXT), folder, {DECODER: "decoder.onnx"})
+
+def _export(module: Any, folder: Path) -> None:
+    from hasten.builder.decoder import export_decoder, rotation_tables
+    from hasten.builder.encoder_decoder import export_encoder_decoder
+
+    if starts := starts_of(module):
+        export_encoder_decoder(module, folder, starts, (CONTEXT, CONTEXT))
+    else:
+        export_decoder(module, folder / f"{DECODER}.onnx", rotation_tables(module, CONTEXT))
 
 
 def onnx_decoder(module: Any, folder: Path, slots: int = 8) -> Decoder:

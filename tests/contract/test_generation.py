@@ -18,9 +18,14 @@ from hasten.generation.generator import Generator
 from hasten.generation.rows import Piece
 from hasten.generation.writing import Writer
 
-KINDS = {"gpt2": writers.byte_level, "llama": writers.whole_characters, "t5": writers.metaspace}
+KINDS = {
+    "gpt2": writers.byte_level,
+    "llama": writers.whole_characters,
+    "t5": writers.metaspace,
+    "bart": writers.byte_level,
+}
 # Of what kind of model, and which decoder.
-CASES = [("gpt2", "onnxruntime"), ("llama", "onnxruntime"), ("t5", "plain")]
+CASES = [(kind, "onnxruntime") for kind in ("gpt2", "llama", "t5")]
 PROMPTS = (
     "the cat sat on",
     "a dog",
@@ -66,9 +71,11 @@ class Case:
         import torch
 
         ids = torch.tensor([self.ids(prompt)])
-        given = {"do_sample": False, **options}
-        made = self.module.generate(ids, attention_mask=torch.ones_like(ids), **given)[0].tolist()
-        new = made[1:] if self.reads_apart else made[ids.shape[1] :]
+        before = len(self.spec.start_ids) or ids.shape[1]
+        # What is forced to come first counts as written there.
+        options["max_new_tokens"] += max(0, len(self.spec.start_ids) - 1)
+        made = self.module.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)[0].tolist()
+        new = made[before:]
         ends = [place for place, token in enumerate(new) if token in self.spec.end_ids]
         return new[: ends[0]] if ends else new
 
@@ -175,13 +182,26 @@ def test_chats_are_answered_as_transformers_pipeline_does(gpt2: Case, last: str)
 
 
 def test_an_encoder_decoder_gives_the_answer_alone(tmp_path: Path) -> None:
-    case = Case("t5", "plain", tmp_path)
+    case = Case("t5", "onnxruntime", tmp_path)
     new = case.expected(PROMPTS[0], max_new_tokens=9)
     with case.generator() as write:
         answer = [{"generated_text": case.theirs.decode(new, skip_special_tokens=True)}]
         assert write(PROMPTS[0], max_tokens=9) == answer
         full = write(PROMPTS[0], max_tokens=9, return_full_text=True)
         assert full[0]["generated_text"] == PROMPTS[0] + answer[0]["generated_text"]
+
+
+def test_what_is_forced_to_come_first_is_no_part_of_the_text(tmp_path: Path) -> None:
+    """BART's answers begin with two tokens, of which transformers counts one as written."""
+    case = Case("bart", "onnxruntime", tmp_path)
+    assert len(case.spec.start_ids) == 2
+    for way, asked in (
+        (Sampling(6), {}),
+        (Sampling(6, beams=3, length_penalty=2.0), {"num_beams": 3, "length_penalty": 2.0}),
+    ):
+        expected = [case.expected(prompt, max_new_tokens=6, **asked) for prompt in PROMPTS[:4]]
+        assert case.write(PROMPTS[:4], way) == expected
+        assert len({tuple(ids) for ids in expected}) > 2
 
 
 def test_sentencepieces_space_between_two_words_is_kept(llama: Case) -> None:
@@ -254,7 +274,7 @@ def test_a_text_ends_where_the_context_does(case: Case) -> None:
     while not writer.is_idle:
         writer.step()
     if row.finish is Finish.LENGTH:
-        assert len(row.ids) + (1 if case.reads_apart else len(row.prompt)) == writers.CONTEXT
+        assert len(row.ids) + (len(case.spec.start_ids) or len(row.prompt)) == writers.CONTEXT
     assert told[-1].finish is row.finish is not None
     assert [piece.finish for piece in told[:-1]] == [None] * (len(told) - 1)
 

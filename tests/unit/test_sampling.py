@@ -143,11 +143,12 @@ def test_rows_do_not_disturb_each_other() -> None:
     assert [pair[0] for pair in together] == alone
 
 
+@pytest.mark.parametrize("size", [10, 200])
 @pytest.mark.parametrize("asked", [{}, {"top_k": 6}, {"top_p": 0.7}, {"min_p": 0.1}], ids=str)
-def test_tokens_are_drawn_as_often_as_they_are_likely(asked: dict[str, Any]) -> None:
+def test_tokens_are_drawn_as_often_as_they_are_likely(asked: dict[str, Any], size: int) -> None:
     from scipy.stats import chisquare
 
-    logits = np.array([2.0, 1.0, 0.5, 0.0, -0.5, 1.5, -2.0, 0.2, -1.0, 1.8], np.float32)
+    logits = np.random.default_rng(size).uniform(-1.5, 1.5, size).astype(np.float32)
     sampling = sampling_of(DRAWN, {**asked, "seed": 11, "temperature": 0.9})
     choose = Chooser(sampling, ())
     count = 20_000

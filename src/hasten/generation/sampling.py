@@ -15,7 +15,7 @@ from hasten.core.tensors import FloatArray, IntArray
 # So many of the likeliest nearly always hold the share that top-p asks for: sorting a vocabulary takes longer than
 # all else here.
 _HEAD = 256
-# Values whose maximum is taken together, to find the largest of many.
+# Values whose maximum or sum is taken together, so that only few of a vocabulary are looked at one by one.
 _RUN = 64
 
 
@@ -36,9 +36,17 @@ class Chooser:
         if self.sampling.temperature == 0:
             return int(np.argmax(logits))
         ids, weights = candidates(logits, self.sampling)
-        reached = np.cumsum(weights, dtype=np.float64)
-        place = int(np.searchsorted(reached, self._random.random() * reached[-1], side="right"))
-        return int(ids[min(place, len(ids) - 1)])
+        return int(ids[_drawn(weights, self._random.random())])
+
+
+def _drawn(weights: FloatArray, share: float) -> int:
+    """The place where, added up, they reach this share of all. Runs first: one sum after the other is slow."""
+    runs = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _RUN), dtype=np.float64))
+    reached = share * runs[-1]
+    run = min(int(np.searchsorted(runs, reached, side="right")), len(runs) - 1)
+    inside = np.cumsum(weights[run * _RUN : (run + 1) * _RUN], dtype=np.float64)
+    place = int(np.searchsorted(inside, reached - (runs[run - 1] if run else 0), side="right"))
+    return run * _RUN + min(place, len(inside) - 1)
 
 
 def penalized(logits: FloatArray, seen: Collection[int], penalty: float) -> FloatArray:
@@ -56,7 +64,8 @@ def penalized(logits: FloatArray, seen: Collection[int], penalty: float) -> Floa
 
 def candidates(logits: FloatArray, sampling: Sampling) -> tuple[IntArray, FloatArray]:
     """The tokens that may come next, each with a weight in proportion to its probability."""
-    ids, kept_logits = np.arange(len(logits)), logits
+    ids: IntArray = np.arange(len(logits))
+    kept_logits = logits
     if 0 < sampling.top_k < len(logits):
         ids = largest(logits, sampling.top_k)
         kept_logits = logits[ids]
@@ -72,14 +81,15 @@ def candidates(logits: FloatArray, sampling: Sampling) -> tuple[IntArray, FloatA
 
 def largest(values: FloatArray, count: int) -> IntArray:
     """Places of so many of the largest, and of those that tie with the last of them, as transformers keeps them."""
-    places = np.arange(len(values))
+    places: IntArray = np.arange(len(values))
     runs = len(values) // _RUN
     if runs >= count:
         # So many runs have a maximum of at least this, so many values then do: looking through those few is all.
         maxima = values[: runs * _RUN].reshape(runs, _RUN).max(axis=1)
         places = np.flatnonzero(values >= np.partition(maxima, runs - count)[runs - count])
     among = values[places]
-    return places[among >= np.partition(among, len(among) - count)[len(among) - count]]
+    kept: IntArray = places[among >= np.partition(among, len(among) - count)[len(among) - count]]
+    return kept
 
 
 def _nucleus(weights: FloatArray, share: float) -> IntArray:
