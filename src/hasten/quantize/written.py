@@ -27,7 +27,7 @@ class Blocks:
     head_bits: int
 
 
-# Blocks of 64 round three times as much for a twentieth less to read; a head of four bits chooses other words.
+# Larger blocks read a few percent less and round more; a head of four bits chooses other words more often.
 BLOCKS = {Precision.INT8: Blocks(8, 32, 8), Precision.INT4: Blocks(4, 32, 8)}
 
 
