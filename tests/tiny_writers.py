@@ -29,7 +29,8 @@ _SIDES = {
     "decoder_start_token_id": 2,
     "init_std": 0.3,
 }
-_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
+# As many layers on both sides: transformers 5 makes the cache of the decoder by the number of the encoder's.
+_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
 
 # The name its config begins with, its class, and what the config is told.
 WRITERS: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -172,7 +172,7 @@ def test_weights_are_stored_once(llama: Original, llama_graphs: dict[str, Path],
         assert len(list(graphs[DECODER].parent.glob("*.data"))) == 1
 
 
-@pytest.mark.parametrize("name", ["llama", "bart"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bart"])
 @pytest.mark.parametrize("precision", [Precision.INT8, Precision.INT4])
 def test_weights_in_blocks_stay_near_and_share_their_table(name: str, precision: Precision, tmp_path: Path) -> None:
     from hasten.graph import operators
