@@ -113,7 +113,8 @@ class _Patch:
 
 def _family(kind: type) -> list[type]:
     found: dict[type, None] = {kind: None}
-    for derived in type.__subclasses__(kind):
+    below: list[type] = type.__subclasses__(kind)
+    for derived in below:
         found |= dict.fromkeys(_family(derived))
     return list(found)
 
