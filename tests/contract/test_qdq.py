@@ -328,7 +328,6 @@ def test_pairs_stand_where_tensorrt_takes_them(folder_of: Folders) -> None:
     model = quantized(folder, residuals=True)
     graph = exported(model, tokenizer_of(folder))
     assert misplaced(graph) == []
-    nodes = [node for node in graph.graph.node if node.op_type == "DequantizeLinear"]
     # Each rule, broken on purpose.
     lost = onnx.ModelProto()
     lost.CopyFrom(graph)
@@ -337,9 +336,10 @@ def test_pairs_stand_where_tensorrt_takes_them(folder_of: Folders) -> None:
     assert any("read by something else" in line for line in misplaced(lost))
     scaled = onnx.ModelProto()
     scaled.CopyFrom(graph)
-    next(tensor for tensor in scaled.graph.initializer if tensor.name == nodes[0].input[1]).raw_data = np.float32(
-        -1
-    ).tobytes()
+    scale = next(node for node in scaled.graph.node if node.op_type == "QuantizeLinear").input[1]
+    for tensor in scaled.graph.initializer:
+        if tensor.name == scale:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(np.float32(-1), scale))
     assert any("not positive" in line for line in misplaced(scaled))
     half = quantized(folder)
     qdq.disable(half, "*.query.weight_quantizer")

@@ -56,7 +56,7 @@ class _Patch:
             # Auto classes import models when they are asked for.
             announce = vars(PreTrainedModel)[_HOOK]
 
-            def announced(kind: type, **about: Any) -> None:
+            def announced(kind: type, /, **about: Any) -> None:
                 announce.__get__(None, kind)(**about)
                 self._redirect(kind)
 
@@ -112,10 +112,11 @@ class _Patch:
 
 
 def _family(kind: type) -> list[type]:
-    found = [kind]
-    for each in found:
-        found += [derived for derived in each.__subclasses__() if derived not in found]
-    return found
+    found: dict[type, None] = {kind: None}
+    below: list[type] = type.__subclasses__(kind)
+    for derived in below:
+        found |= dict.fromkeys(_family(derived))
+    return list(found)
 
 
 def _complete(kind: Any) -> None:

@@ -86,7 +86,8 @@ def _operands(graph: Any) -> list[str]:
         if node.op_type not in _COMPUTING:
             continue
         pairs = [_pair_behind(name, makers) for name in node.input[:2]]
-        if (pairs[0] is None) != (pairs[1] is None) and not any(name in held for name in node.input[:2]):
+        is_shift = node.op_type == "Add" and any(name in held for name in node.input[:2])  # a bias
+        if (pairs[0] is None) != (pairs[1] is None) and not is_shift:
             found.append(f"{node.name}: one of its inputs is in eight bits, and the other is not")
         weight = pairs[1]
         if node.op_type in ("MatMul", "Gemm") and weight is not None and weight.input[0] in held:
