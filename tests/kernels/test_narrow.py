@@ -117,13 +117,13 @@ def test_the_product_that_costs_most_is_named_first() -> None:
     from hasten.kernels.weights import cast, read
 
     model = model_of("Bert", "Model", layers=1)
-    # One channel so far above the others that eight bits leave those nothing.
-    model.encoder.layer[0].attention.output.LayerNorm.weight.data[3] = 3e4
+    # Attention adds next to nothing, so that what is rounded for it matters little.
+    model.encoder.layer[0].attention.output.dense.weight.data *= 1e-3
     reading = cast(read(model), torch.float32)
     weights = {name: value.to(DEVICE) for name, value in reading.weights.items()}
     found = most_sensitive(reading.geometry, weights, ROWS, FP8)
-    assert sorted(found) == ["0.down", "0.out", "0.qkv", "0.up"]
-    assert found[0] in ("0.up", "0.down")
+    assert sorted(found[:2]) == ["0.down", "0.up"]
+    assert sorted(found[2:]) == ["0.out", "0.qkv"]
     source = Source(signature(), {}, Exportable(model, INPUTS, ["last_hidden_state"]), calibration=ROWS)
     assert sorted(BACKEND.most_sensitive(source, Variant.parse("fused-fp8@cuda"))) == sorted(found)
 
