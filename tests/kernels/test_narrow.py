@@ -18,7 +18,6 @@ from hasten.builder.head import Exportable
 from hasten.core.errors import StageError
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Signature, TensorSpec
 from hasten.core.variant import Support, Variant
-from hasten.kernels.calibrate import most_sensitive
 from hasten.kernels.encoder import Encoder, Geometry
 from hasten.kernels.products import Product
 from hasten.kernels.squeeze import FP8, INT8
@@ -28,7 +27,7 @@ INPUTS = ("input_ids", "attention_mask")
 # of the largest in int8; layers add up what they are off by, and norms keep it from growing.
 LARGEST_ERROR = {"fp8": 0.08, "int8": 0.08}
 precisions = pytest.mark.parametrize("precision", ["fp8", "int8"])
-ROWS = batch_of(9, 20, 4)
+ROWS = batch_of(9, 12, 4)
 
 
 def signature() -> Signature:
@@ -72,26 +71,21 @@ def test_states_are_near(family: str, precision: str, tmp_path: Path) -> None:
     stored = load_file(tmp_path / FILE)
     assert {str(stored[f"0.{name}.weight"].dtype) for name in ("qkv", "out", "up", "down")} <= {str(FP8), str(INT8)}
     # By the kernels for few tokens, where only the weights are narrow, and by the others.
-    few = error(session, module, batch_of(7))
+    few, alone = error(session, module, batch_of(7)), session.run(batch_of(7))["last_hidden_state"]
     session._encoder.few_tokens = 0
     many = error(session, module, batch_of(7, 1, 17))
     assert 0 < few <= LARGEST_ERROR[precision]
     assert 0 < many <= LARGEST_ERROR[precision]
+    # A row is answered alike in any company.
+    together = session.run(batch_of(7, 1, 17))["last_hidden_state"][:7]
+    assert np.linalg.norm(alone - together) / np.linalg.norm(together) <= LARGEST_ERROR[precision]
 
 
-@precisions
+@pytest.mark.parametrize("precision", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
 def test_shared_layers_and_projected_embeddings(precision: str, tmp_path: Path) -> None:
     """ALBERT: the same products in all layers, and the GELU that cuBLAS takes along."""
     module = module_of("Albert")
     assert error(made(module, f"fused-{precision}@cuda", tmp_path), module, batch_of(5, 9)) <= LARGEST_ERROR[precision]
-
-
-def test_a_row_is_answered_alike_by_few_and_by_many(tmp_path: Path) -> None:
-    session = made(module_of("Bert"), "fused-fp8@cuda", tmp_path)
-    few = session.run(batch_of(9))["last_hidden_state"]
-    session._encoder.few_tokens = 0
-    many = session.run(batch_of(9))["last_hidden_state"]
-    assert np.linalg.norm(few - many) / np.linalg.norm(many) <= LARGEST_ERROR["fp8"]
 
 
 def test_products_that_are_kept_are_halves(tmp_path: Path) -> None:
@@ -106,26 +100,16 @@ def test_products_that_are_kept_are_halves(tmp_path: Path) -> None:
     assert session.spec.precision == "fp8"
     session._encoder.few_tokens = 0
     assert error(session, module, batch_of(5, 9)) <= LARGEST_ERROR["fp8"]
-    # All of them kept is half precision, and says so.
-    everything = tuple(f"{layer}.{name}" for layer in range(FEW_LAYERS) for name in ("qkv", "out", "up", "down"))
-    other = tmp_path / "other"
-    other.mkdir()
-    assert made(module, "fused-fp8+keep4@cuda", other, keep=everything).spec.precision in ("fp16", "fp32")
 
 
 def test_the_product_that_costs_most_is_named_first() -> None:
-    from hasten.kernels.weights import cast, read
-
     model = model_of("Bert", "Model", layers=1)
-    # One channel so far above the others that eight bits leave those nothing.
-    model.encoder.layer[0].attention.output.LayerNorm.weight.data[3] = 3e4
-    reading = cast(read(model), torch.float32)
-    weights = {name: value.to(DEVICE) for name, value in reading.weights.items()}
-    found = most_sensitive(reading.geometry, weights, ROWS, FP8)
-    assert sorted(found) == ["0.down", "0.out", "0.qkv", "0.up"]
-    assert found[0] in ("0.up", "0.down")
-    source = Source(signature(), {}, Exportable(model, INPUTS, ["last_hidden_state"]), calibration=ROWS)
-    assert sorted(BACKEND.most_sensitive(source, Variant.parse("fused-fp8@cuda"))) == sorted(found)
+    # Attention adds next to nothing, so that what is rounded for it matters little.
+    model.encoder.layer[0].attention.output.dense.weight.data *= 1e-3
+    source = Source(signature(), {}, Exportable(model, INPUTS, ["last_hidden_state"]), calibration=batch_of(9))
+    found = BACKEND.most_sensitive(source, Variant.parse("fused-fp8@cuda"))
+    assert sorted(found[:2]) == ["0.down", "0.up"]
+    assert sorted(found[2:]) == ["0.out", "0.qkv"]
 
 
 def test_values_beyond_what_was_seen_are_cut_off_and_stay_numbers(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_products_through_gelu_into_eight_bits(kind: str, is_uniform: bool, dtyp
 
 @dtypes
 @uniform
-@tokens
+@pytest.mark.parametrize("count", [1, 17])
 def test_few_tokens_by_weights_of_eight_bits(count: int, is_uniform: bool, dtype: Any) -> None:
     """Only the weights are rounded: with those widened again, the kernels in full precision give the same."""
     by = how(dtype, 96, is_uniform=is_uniform, most=64.0)
