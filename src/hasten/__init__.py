@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         StageError,
         UnsupportedError,
     )
+    from hasten.generation.generator import Generator
     from hasten.predictor import Predictor
 
 # Since 1.29 ONNX Runtime reports on models and machine to its maker, and keeps a number it knows the user by, unless
@@ -42,6 +43,7 @@ _HOMES = {
     "build": "hasten.api",
     "load": "hasten.api",
     "Bundle": "hasten.bundle",
+    "Generator": "hasten.generation.generator",
     "Predictor": "hasten.predictor",
     **dict.fromkeys(
         (
@@ -61,6 +63,7 @@ __all__ = [
     "AccuracyError",
     "Bundle",
     "BundleError",
+    "Generator",
     "HastenError",
     "InputError",
     "PlanError",

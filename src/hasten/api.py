@@ -8,9 +8,10 @@ from typing import Literal
 
 from hasten.backends import RunOptions
 from hasten.bundle import Bundle, open_bundle
-from hasten.core.errors import PlanError
+from hasten.core.errors import PlanError, UnsupportedError
 from hasten.core.plan import Gate, Keep, Plan, Range, Shapes
 from hasten.core.progress import Progress
+from hasten.generation.generator import Generator, open_generator
 from hasten.predictor import Predictor, open_predictor
 
 
@@ -88,12 +89,18 @@ def build(
 
 def load(
     path: str | Path, variant: str | None = None, *, threads: int | None = None, strict: bool = False
-) -> Predictor:
+) -> Predictor | Generator:
     """Open a bundle. Without a choice, the fastest of its variants that runs on this machine.
 
     Strict: the fastest that proves here, on the bundle's reference answers, that it answers like the original.
     """
     bundle, options = open_bundle(path), RunOptions(threads)
+    if bundle.manifest.generation is not None:
+        if strict:
+            raise UnsupportedError(
+                "a model that writes is proven when it is built, and not yet when it is loaded", hint="without strict"
+            )
+        return open_generator(bundle, variant, options)
     if not strict:
         return open_predictor(bundle, variant, options)
     from hasten.measure.strict import open_proven

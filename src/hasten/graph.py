@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ from hasten.core.errors import StageError, missing_package
 
 # Past this, weights lie in a second file: protobuf ends at 2 GiB, and the graph needs some of it.
 EXTERNAL_DATA_BYTES = 2**31 - 2**27
+# In a file of weights, where each begins, so that it can be mapped; smaller ones stay in the graph.
+_ALIGNMENT = 4096
+_LEAST_EXTERNAL_BYTES = 1024
 
 
 def read_graph(file: Path, *, with_weights: bool = True) -> Any:
@@ -29,7 +34,7 @@ def write_graph(model: Any, file: Path, *, external_data: bool) -> None:
     """One file, or the weights in a second one beside it."""
     import onnx
 
-    _drop_unread(model.graph)
+    drop_unread(model.graph)
     onnx.save_model(
         model,
         file,
@@ -37,6 +42,32 @@ def write_graph(model: Any, file: Path, *, external_data: bool) -> None:
         location=f"{file.name}.data",
         all_tensors_to_one_file=True,
     )
+
+
+def write_together(models: Mapping[Path, Any]) -> None:
+    """Graphs beside each other, their weights in one file behind the first: what several hold is there once."""
+    data = next(iter(models)).with_name(f"{next(iter(models)).name}.data")
+    found: dict[bytes, int] = {}
+    with data.open("wb") as stream:
+        for model in models.values():
+            drop_unread(model.graph)
+            for tensor in model.graph.initializer:
+                raw = tensor.raw_data
+                if len(raw) < _LEAST_EXTERNAL_BYTES:
+                    continue
+                digest = hashlib.sha256(raw).digest()
+                if digest not in found:
+                    stream.seek(-stream.tell() % _ALIGNMENT, os.SEEK_CUR)
+                    found[digest] = stream.tell()
+                    stream.write(raw)
+                tensor.ClearField("raw_data")
+                tensor.data_location = tensor.EXTERNAL
+                about = {"location": data.name, "offset": str(found[digest]), "length": str(len(raw))}
+                for key, value in about.items():
+                    entry = tensor.external_data.add()
+                    entry.key, entry.value = key, value
+    for file, model in models.items():
+        file.write_bytes(model.SerializeToString())
 
 
 def copy_graph(graph: Path, file: Path) -> None:
@@ -70,7 +101,7 @@ def attribute(node: Any, name: str, default: Any) -> Any:
     return next((helper.get_attribute_value(entry) for entry in node.attribute if entry.name == name), default)
 
 
-def _drop_unread(graph: Any) -> None:
+def drop_unread(graph: Any) -> None:
     read = {entry.name for entry in graph.output}
     kept = []
     for node in reversed(graph.node):

@@ -125,6 +125,8 @@ def runnable(bundle: Bundle) -> Artifact:
             return bundle.artifact(entry)
         passed_over.append((entry.name, support))
     _tell(passed_over)
+    if not bundle.manifest.graphs:
+        raise UnsupportedError("no variant of the bundle runs here, and it has no portable graph to run instead")
     logger.warning("using the bundle's %s graph, which is slower", bundle.manifest.graph_precision)
     return bundle.graph()
 

@@ -55,3 +55,18 @@ def test_answering_imports_only_its_runtime(
     others = {package for other in BACKENDS.all() for package in other.requires} - set(BACKENDS.get(backend).requires)
     assert found & set(BACKENDS.get(backend).requires)
     assert not found & (HEAVY | others)
+
+
+def test_writing_imports_only_its_runtime(tmp_path: Path) -> None:
+    import writers
+
+    backend = writers.byte_level()
+    module = writers.model("gpt2", writers.vocabulary_of(backend))
+    bundle = writers.bundle(
+        module, backend, tmp_path, writers.spec_of(module, chat_template="{{ messages[0].content }}")
+    )
+    code = "import hasten; hasten.load(sys.argv[1])([[{'role': 'user', 'content': 'a text'}], 'another'], max_tokens=3)"
+    found = modules_after(code, str(bundle.path))
+    assert {"onnxruntime", "jinja2"} <= found
+    assert not found & HEAVY
+    assert "jinja2" not in modules_after("import hasten; hasten.load(sys.argv[1])('a', max_tokens=3)", str(bundle.path))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,19 +14,21 @@ from hasten.builder.attempt import Attempts, Original
 from hasten.builder.check import check_graph, check_tokenizer
 from hasten.builder.choose import GRAPH, compared_with, explain, front, rank
 from hasten.builder.export import IR_VERSION, OPSET, export
+from hasten.builder.generation import GenerationBuild
 from hasten.builder.given import LoadedGraph, load_graph
 from hasten.builder.load import load_model, save_tokenizer
-from hasten.builder.outline import Given, Outline, look
+from hasten.builder.outline import look
 from hasten.builder.passes import apply_passes, record
 from hasten.builder.search import Search, Trial
 from hasten.builder.source import ModelDirectory, find_model
+from hasten.builder.stages import Staged
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
-from hasten.core.errors import AccuracyError, HastenError, StageError, translate_os_errors
-from hasten.core.hardware import Machine, this_machine
+from hasten.core.errors import AccuracyError, translate_os_errors
+from hasten.core.generation import WRITING
 from hasten.core.plan import Keep, Plan, Shapes
 from hasten.core.progress import Progress, Silent
-from hasten.core.report import Bench, Candidate, Pass, Report, Stage, Status, Verdict
+from hasten.core.report import Bench, Candidate, Pass, Report, Status, Verdict
 from hasten.core.targets import describe_target, find_target, target_of
 from hasten.core.tensors import Batch
 from hasten.core.tokenizer import Tokenizer
@@ -72,24 +72,13 @@ def build(
         tempfile.TemporaryDirectory(prefix="hasten-") as work,
         translate_os_errors(doing, temporary),
     ):
-        return _Build(plan, about, given, Path(work), progress or Silent(), force or output is None, directory).run()
+        kind = GenerationBuild if about.task in WRITING else _Build
+        return kind(plan, about, given, Path(work), progress or Silent(), force or output is None, directory).run()
 
 
-@dataclass
-class _Build:
-    plan: Plan
-    about: Outline
-    given: Given
-    work: Path
-    progress: Progress
-    force: bool
-    directory: Path | None
-    machine: Machine = field(default_factory=this_machine)
-    stages: list[Stage] = field(default_factory=list)
-    passes: list[Pass] = field(default_factory=list)
-
+class _Build(Staged):
     def run(self) -> Bundle:
-        with self._stage("load") as notes:
+        with self.stage("load") as notes:
             model = find_model(self.plan, directory=self.directory)
             loaded = self._load(model)
             tokenizer_file = self.work / "tokenizer.json"
@@ -99,7 +88,7 @@ class _Build:
             notes.append(f"{loaded.architecture} for {loaded.task.name}, up to {loaded.signature.max_length} tokens")
             notes += _kind_notes(model, loaded)
 
-        with self._stage("reference") as notes:
+        with self.stage("reference") as notes:
             chosen = self._choose_rows(loaded)
             rows = chosen.evaluation
             original = self._original(loaded)
@@ -112,7 +101,7 @@ class _Build:
             if expected.metric is not None:
                 notes.append(f"{expected.metric.name} {expected.metric.value:.4f}")
 
-        with self._stage("export") as notes:
+        with self.stage("export") as notes:
             exported = self._export(loaded, notes)
             self._refuse_non_finite(exported, loaded, expected)
             # A graph that tracing froze is large, and fusing it would take minutes.
@@ -124,7 +113,7 @@ class _Build:
             of_graphs = [name for dialect, names in made.items() if dialect is not Dialect.MODULE for name in names]
             self.passes.append(record("export", None, exported, variants=of_graphs, notes=notes))
 
-        with self._stage("optimize") as notes:
+        with self.stage("optimize") as notes:
             graphs = apply_passes(
                 exported,
                 self.work,
@@ -136,12 +125,12 @@ class _Build:
             self.passes += graphs.passes
             notes += dict.fromkeys(note for done in graphs.passes for note in done.notes)
 
-        with self._stage("check") as notes, self._open_graph(graphs.plain, loaded) as session:
+        with self.stage("check") as notes, self._open_graph(graphs.plain, loaded) as session:
             fault = self._fault(graphs.plain, loaded)
             checked = check_graph(session, original, expected.encoded.batch, is_exact=is_exact, fault=fault)
             notes.append(f"the graph {f'equals {loaded.baseline}' if is_exact else 'answers'} at {', '.join(checked)}")
 
-        with self._stage("search") as notes:
+        with self.stage("search") as notes:
             recipe = self.given.recipe
             asked = recipe.target if recipe is not None else self.plan.target
             target = find_target(asked) if asked is not None else target_of(self.machine)
@@ -171,7 +160,7 @@ class _Build:
                 candidates=refused,
             )  # fmt: skip
 
-        with self._stage("benchmark") as notes:
+        with self.stage("benchmark") as notes:
             shapes = self._shapes(loaded, notes)
             racing = {variant: trial.artifact for variant, trial in eligible.items()}
             against = compared_with(loaded.baseline, self.about.device, self.machine)
@@ -197,7 +186,7 @@ class _Build:
                 attempts.discard(artifact)
         self.passes = _of_stored(self.passes, [variant.name for variant in kept])
         report = self._report(measured, ranking, shapes, verdicts, refused)
-        with self._stage("write"), BundleWriter(self.about.target, force=self.force) as writer:
+        with self.stage("write"), BundleWriter(self.about.target, force=self.force) as writer:
             stored_graphs = {MODEL: writer.add_graph(graphs.plain)}
             for variant in kept:
                 writer.add_variant(eligible[variant].artifact)
@@ -208,24 +197,6 @@ class _Build:
             return writer.commit(
                 self._manifest(model, loaded, stored_graphs, [attempts.entry(eligible[variant]) for variant in kept])
             )
-
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[list[str]]:
-        """Time a step, show it, and give whatever goes wrong in it its name."""
-        notes: list[str] = []
-        begin = time.perf_counter()
-        self.progress.start(name)
-        ok = False
-        try:
-            yield notes
-            ok = True
-        except (HastenError, OSError):
-            raise
-        except Exception as error:
-            raise StageError(f"{name} failed: {type(error).__name__}: {error}") from error
-        finally:
-            self.progress.finish("; ".join(notes), ok=ok)
-        self.stages.append(Stage(name, time.perf_counter() - begin, tuple(notes)))
 
     def _made_from(self, dialect: Dialect) -> list[str]:
         """The contenders that start from a graph of this dialect."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hasten.builder.cross_encoder import is_cross_encoder
 from hasten.builder.source import ModelDirectory
 from hasten.core.errors import PlanError
+from hasten.core.generation import TEXT2TEXT_GENERATION, TEXT_GENERATION, WRITING
 from hasten.core.plan import Plan
 from hasten.core.tensors import MASKS
 from hasten.tasks import TASKS, AnyTask, TaskSpec
@@ -12,6 +13,11 @@ from hasten.tasks import TASKS, AnyTask, TaskSpec
 EMBEDDING = "sentence-similarity"
 RANKING = "text-ranking"
 _BARE = "feature-extraction"
+# How the names of classes end that write.
+_WRITERS = {
+    TEXT_GENERATION: ("ForCausalLM", "LMHeadModel"),
+    TEXT2TEXT_GENERATION: ("ForConditionalGeneration", "MTModel"),
+}
 
 
 def detect_task(model: ModelDirectory, plan: Plan) -> AnyTask:
@@ -30,6 +36,19 @@ def detect_task(model: ModelDirectory, plan: Plan) -> AnyTask:
         fits = f"; it fits {found}" if found and found != task.name else ""
         raise PlanError(f"{model.id} is a {model.architecture}, which has no head for {task.name}{fits}")
     return task
+
+
+def find_writing(model: ModelDirectory, plan: Plan) -> str | None:
+    """The task of a model that writes, asked for or found; None for every other."""
+    fitting = next((task for task, heads in _WRITERS.items() if model.architecture.endswith(heads)), None)
+    if plan.task is None:
+        return fitting if _find(model) is None else None
+    if plan.task not in WRITING:
+        return None
+    if model.architecture and fitting != plan.task:
+        fits = f"; it fits {fitting or _find(model)}" if fitting or _find(model) else ""
+        raise PlanError(f"{model.id} is a {model.architecture}, which has no head for {plan.task}{fits}")
+    return plan.task
 
 
 def foresee(model: ModelDirectory, task: AnyTask, plan: Plan) -> TaskSpec | None:

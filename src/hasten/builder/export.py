@@ -41,7 +41,7 @@ def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERN
     parts = file.parent / "export"
     parts.mkdir()
     # Eager attention is the one form ONNX Runtime's fusion recognises: SDPA's export hides it behind IsNaN and Where.
-    with quiet_libraries(), _silent_stdout(), _attention(module.model, "eager"), torch.inference_mode():
+    with quiet_libraries(), silent_stdout(), _attention(module.model, "eager"), torch.inference_mode():
         module.has_additive_mask = _takes_additive_mask(module, feeds)
         try:
             # The tracing exporter: nine times faster than dynamo's, and fusion finds attention only in its graphs
@@ -180,7 +180,7 @@ def _attention(model: Any, implementation: str) -> Iterator[None]:
 
 
 @contextmanager
-def _silent_stdout() -> Iterator[None]:
+def silent_stdout() -> Iterator[None]:
     """Where an operator has no counterpart, torch writes the whole graph to the descriptor that is for results."""
     sys.stdout.flush()
     before = os.dup(1)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hasten.backends import Source
 from hasten.builder.adapter import load_adapted
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 _NO_LIMIT = 1_000_000
 
 _TYPES = "token_type_ids"
+
+
+class HasTokenizer(Protocol):
+    @property
+    def original_tokenizer(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,7 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
         except HastenError:
             raise
         except Exception as error:
-            raise StageError(f"{model.id} does not load: {first_line(error)}", hint=_hint(error)) from error
+            raise StageError(f"{model.id} does not load: {first_line(error)}", hint=loading_hint(error)) from error
     # transformers fills in random numbers and only warns. Of a bare model, nobody reads the pooler.
     missing = sorted(name for name in lacking if task.heads or "pooler." not in name)
     if missing:
@@ -214,7 +219,7 @@ def read_facts(
             max_length=limit,
             pad_id=pad_id,
             truncates_left=tokenizer.truncation_side == "left",
-            tidies_spaces=_tidies_spaces(tokenizer),
+            tidies_spaces=tidies_spaces(tokenizer),
             pads_left=tokenizer.padding_side == "left",
             cls_id=tokenizer.cls_token_id,
         ),
@@ -273,22 +278,23 @@ def _mask_id(tokenizer: Any, model: ModelDirectory) -> int:
     return int(tokenizer.mask_token_id)
 
 
-def _tidies_spaces(tokenizer: Any) -> bool:
+def tidies_spaces(tokenizer: Any) -> bool:
     """Whether decoding takes out spaces before punctuation: transformers does not for BPE, unless it is made to."""
     is_forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
     is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
     return bool(tokenizer.clean_up_tokenization_spaces) and (is_forced or not is_bpe)
 
 
-def save_tokenizer(loaded: Loaded, file: Path) -> None:
+def save_tokenizer(loaded: HasTokenizer, file: Path) -> None:
     """The tokenizer as one file that needs no transformers."""
     import tokenizers
 
+    original = loaded.original_tokenizer
     try:
-        backend = tokenizers.Tokenizer.from_str(loaded.original_tokenizer.backend_tokenizer.to_str())
+        backend = tokenizers.Tokenizer.from_str(original.backend_tokenizer.to_str())
     except Exception as error:  # the library raises bare Exception
         raise UnsupportedError(
-            f"the tokenizer ({type(loaded.original_tokenizer).__name__}) has parts written in Python,"
+            f"the tokenizer ({type(original).__name__}) has parts written in Python,"
             f" and bundles are served without transformers: {first_line(error)}"
         ) from error
     backend.no_padding()
@@ -372,5 +378,5 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _hint(error: Exception) -> str | None:
+def loading_hint(error: Exception) -> str | None:
     return "--trust-remote-code if you trust its author" if "trust_remote_code" in str(error) else None

@@ -9,16 +9,16 @@ from pathlib import Path
 
 from hasten.backends.onnxruntime import stored_precision
 from hasten.builder.choose import GRAPH, MODULE, check_not_again, contenders, device_of
-from hasten.builder.detect import detect_task, foresee
+from hasten.builder.detect import detect_task, find_writing, foresee
 from hasten.builder.search import lacking, ladder
 from hasten.builder.source import ModelDirectory, find_model
 from hasten.bundle.write import check_target
 from hasten.core.cache import cache_directory
-from hasten.core.errors import PlanError, StageError, missing_package
+from hasten.core.errors import PlanError, StageError, UnsupportedError, missing_package
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Plan
 from hasten.core.report import Candidate, Status
-from hasten.core.variant import Precision, Variant
+from hasten.core.variant import CPU, CUDA, Precision, Variant
 from hasten.measure.data import Data, check_columns, read_data
 from hasten.measure.rows import check_calibration, check_rows, naming, set_aside
 from hasten.quantize.recipe import Method, Recipe, read_recipe
@@ -75,6 +75,10 @@ def look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None
         read_recipe(Path(plan.recipe)) if plan.recipe is not None else None,
     )
     model = find_model(plan, with_weights=False, directory=directory)
+    if (writing := find_writing(model, plan)) is not None:
+        target = output or cache_directory() / "bundles" / _cache_name(model, directory)
+        check_target(target, force=force or output is None)
+        return outline_writing(model, plan, writing, target), given
     baseline = MODULE if model.graph is None else GRAPH
     device = device_of(plan, this_machine(), baseline)
     wanted, unavailable = contenders(plan, this_machine(), baseline, device, given.recipe)
@@ -165,3 +169,29 @@ def _cache_name(model: ModelDirectory, directory: Path | None) -> str:
     if directory is not None:
         return re.sub(r"[^\w.-]+", "-", model.id).strip("-.")
     return model.id.replace("/", "--") if model.revision else Path(model.id).name or "model"
+
+
+# Options that are about encoders alone, and what they are called.
+_OF_ENCODERS = {"pooling": "--pooling", "recipe": "--recipe", "calibration": "--calibration"}
+_WRITER = "onnxruntime"
+_WRITTEN = (Precision.FP32, Precision.INT8, Precision.INT4)
+
+
+def outline_writing(model: ModelDirectory, plan: Plan, task: str, target: Path) -> Outline:
+    """Of a model that writes."""
+    for option, flag in _OF_ENCODERS.items():
+        if getattr(plan, option) is not None:
+            raise PlanError(f"{flag} is not for {task}", hint="leave it out")
+    if model.graph is not None:
+        raise UnsupportedError(
+            f"{model.id} comes as an ONNX graph, and models that write are built from their weights",
+            hint="give the model the graph was made from",
+        )
+    offered = {Variant(_WRITER, precision).name: Variant(_WRITER, precision) for precision in _WRITTEN}
+    for name in plan.variants:
+        if name not in offered:
+            raise UnsupportedError(f"{name} does not write", hint=f"--variants with any of: {', '.join(offered)}")
+    if plan.device == CUDA:
+        raise UnsupportedError(f"{task} is built for processors so far", hint="--device cpu")
+    wanted = tuple(dict.fromkeys(plan.variants or offered))
+    return Outline(model.id, task, target, MODULE, CPU, wanted, (), ())

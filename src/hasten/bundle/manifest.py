@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from hasten.core.errors import BundleError, PlanError
+from hasten.core.generation import GenerationSpec
 from hasten.core.hardware import Machine
 from hasten.core.plan import Gate
 from hasten.core.report import Agreement, Metric
@@ -75,6 +76,8 @@ class Manifest:
     files: dict[str, str]
     # What the graph's weights are stored in: a model may come as a quantized graph.
     graph_precision: Precision = Precision.FP32
+    # Of a model that writes, which holds its graphs with its variants alone.
+    generation: GenerationSpec | None = None
     # SHA-256 of this manifest without this field: the bundle's identity.
     digest: str = ""
 

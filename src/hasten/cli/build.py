@@ -116,6 +116,8 @@ def _example(bundle: Bundle) -> str:
     """What may follow in the command that answers from it."""
     from hasten.tasks import TASKS
 
+    if bundle.manifest.generation is not None:
+        return '"some text"'
     fields, spec = TASKS.get(bundle.manifest.task.name).fields, bundle.manifest.task
     if len(fields) == 1:
         return f'"some {spec.mask_token or "text"}"'

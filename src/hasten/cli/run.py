@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hasten.cli import writing
+
 # Rows read, answered and printed together: memory stays flat however long the file is.
 _CHUNK = 512
 
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-O", "--option", action="append", default=[], metavar="NAME=VALUE", help="of the task: -O top_k=3"
     )
+    writing.add_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -41,6 +44,7 @@ def main(args: argparse.Namespace) -> int:
     from hasten.cli import console
     from hasten.core.errors import InputError
     from hasten.core.plan import parse_columns
+    from hasten.generation.generator import Generator
     from hasten.measure.data import check_columns
 
     if [bool(args.text), bool(args.field), bool(args.input)].count(True) != 1:
@@ -52,6 +56,13 @@ def main(args: argparse.Namespace) -> int:
     options = dict(_option(text) for text in args.option)
     payload = args.text or [_item(args.field)]
     with load(args.bundle, args.variant, threads=args.threads, strict=args.strict) as predictor:
+        if isinstance(predictor, Generator):
+            return writing.write(predictor, args, options, _chunks(args.input, columns) if args.input else ())
+        if writing.is_asked(args):
+            raise InputError(
+                f"the bundle holds a model for {predictor.spec.name}, which writes no text",
+                hint="without --max-tokens, --temperature, --seed, --stop and --chat",
+            )
         if not args.input:
             answers = predictor(payload, **options)
             if args.json:

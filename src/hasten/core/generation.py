@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+# The tasks of models that write, under transformers' names: text goes on, or an encoder reads one for another.
+TEXT_GENERATION = "text-generation"
+TEXT2TEXT_GENERATION = "text2text-generation"
+WRITING = (TEXT_GENERATION, TEXT2TEXT_GENERATION)
+
 
 class Finish(StrEnum):
     """Why a text ends: OpenAI's words."""

@@ -135,6 +135,14 @@ class Tokenizer:
                 text = text.replace(untidy, tidy)
         return text
 
+    def may_change(self, text: str) -> bool:
+        """Whether tokens that follow may change the end of a decoded text: half a character, an untidy space."""
+        if text.endswith("\ufffd"):
+            return True
+        return self.spec.tidies_spaces and any(
+            text.endswith(untidy[:size]) for untidy, _ in _TIDIED for size in range(1, len(untidy))
+        )
+
     def token(self, token_id: int) -> str:
         """The token as the vocabulary spells it."""
         return self._backend.id_to_token(token_id) or ""

@@ -15,6 +15,7 @@ from pathlib import Path
 from hasten.backends import (
     MODEL,
     Artifact,
+    Decoder,
     Dialect,
     RunOptions,
     Session,
@@ -22,6 +23,7 @@ from hasten.backends import (
     probe_packages,
 )
 from hasten.backends.onnxruntime.cuda import CudaSession, check_placements, load_libraries, probe_provider
+from hasten.backends.onnxruntime.decoder import DecoderSession
 from hasten.backends.onnxruntime.session import (
     CPU_PROVIDER,
     CUDA_PROVIDER,
@@ -84,6 +86,9 @@ class OnnxRuntime:
 
     def open(self, artifact: Artifact, options: RunOptions) -> Session:
         return _open(artifact, options)
+
+    def open_decoder(self, artifact: Artifact, options: RunOptions, slots: int) -> Decoder:
+        return DecoderSession(artifact, options, slots)
 
     def executions(self, artifact: Artifact) -> Sequence[Execution]:
         """A small batch with the profiler on, which writes down the provider of every kernel that ran."""
@@ -189,12 +194,16 @@ def stored_precision(graph: Path) -> Precision:
     nodes = model.graph.node
     looked_up = {node.input[0] for node in nodes if node.op_type == "Gather"}
     looked_up.update(*(node.input for node in nodes if node.op_type.endswith("EmbedLayerNormalization")))
+    # A head that words are looked up in too has bits of its own.
+    tables = {node.input[0] for node in nodes if node.op_type == "GatherBlockQuantized"}
+    tables |= {node.input[0] for node in nodes if node.op_type == "Reshape" and node.output[0] in tables}
     weights: Counter[Precision] = Counter()
     for node in nodes:
         if node.op_type == "MatMulNBits":
             # Packed into bytes, whatever their bits; beside them a matrix of scales.
             about = {entry.name: entry.i for entry in node.attribute}
-            weights[Precision.INT8 if about["bits"] == 8 else Precision.INT4] += about["K"] * about["N"]
+            if node.input[1] not in tables:
+                weights[Precision.INT8 if about["bits"] == 8 else Precision.INT4] += about["K"] * about["N"]
             looked_up.update(node.input)
     for tensor in model.graph.initializer:
         if len(tensor.dims) == 2 and tensor.data_type in kinds and tensor.name not in looked_up:

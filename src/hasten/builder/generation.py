@@ -1,0 +1,280 @@
+"""The whole way of a model that writes: in with its weights, out as a bundle that writes the same.
+
+model ─load─▶ module ─export─▶ graph with a cache ─┬─────────────▶ fp32 ─┐
+                │                                  └─ blocks ─▶ int8, int4 ─┤ verify ─▶ bench ─▶ bundle
+                └─ its own answers, its likelihoods ────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from hasten.backends import BACKENDS, DECODER, Artifact, Decodes, RunOptions, Source
+from hasten.builder.check import check_tokenizer
+from hasten.builder.choose import explain, front, rank
+from hasten.builder.load import quiet_libraries, save_tokenizer
+from hasten.builder.original import TASK, sample_of
+from hasten.builder.passes import record
+from hasten.builder.source import ModelDirectory, find_model
+from hasten.builder.stages import Staged
+from hasten.builder.written import Writer, load_writer
+from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
+from hasten.bundle.manifest import SCHEMA, ModelOrigin
+from hasten.core.errors import AccuracyError, InputError
+from hasten.core.plan import Keep
+from hasten.core.report import Bench, Candidate, Report, Status, Verdict
+from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, IntArray, Shape, Signature, TensorSpec
+from hasten.core.tokenizer import Tokenizer
+from hasten.core.variant import Precision, Variant
+from hasten.core.version import __version__
+from hasten.measure.bench import bench
+from hasten.measure.data import Data, sample_texts
+from hasten.measure.writing import Sample, judge_decoder
+from hasten.quantize.written import BLOCKS, quantize_written
+from hasten.tasks import TaskSpec
+
+_WRITER = "onnxruntime"
+_BASELINE = Variant("torch", Precision.FP32)
+# What is judged: answers of so many tokens to so many prompts, and texts for the perplexity.
+_PROMPTS, _PROMPT_TOKENS, _ANSWER_TOKENS = 8, 24, 32
+_TEXTS, _TEXT_TOKENS = 16, 64
+_SLOTS = 8
+
+
+class GenerationBuild(Staged):
+    def run(self) -> Bundle:
+        with self.stage("load") as notes:
+            model = find_model(self.plan, directory=self.directory)
+            writer = load_writer(model, self.about.task, self.plan)
+            tokenizer_file = self.work / "tokenizer.json"
+            save_tokenizer(writer, tokenizer_file)
+            tokenizer = Tokenizer.open(tokenizer_file, writer.tokenizer)
+            check_tokenizer(tokenizer, writer.original_tokenizer)
+            notes.append(f"{writer.architecture} for {writer.task}, a context of {writer.spec.context} tokens")
+
+        with self.stage("reference") as notes:
+            prompts, texts = self._rows(writer, tokenizer)
+            sample = sample_of(writer.module, prompts, texts, _ANSWER_TOKENS, writer.spec.start_ids)
+            notes.append(f"{len(sample.answers)} answers by transformers' generate")
+            if sample.metric is not None:
+                notes.append(f"perplexity {sample.metric.also['perplexity']:.3f}")
+
+        with self.stage("export") as notes:
+            graphs, exported = self._export(writer, sample, notes)
+        signature = _signature(writer)
+
+        with self.stage("verify") as notes:
+            artifacts: dict[Variant, Artifact] = {}
+            verdicts: dict[Variant, Verdict] = {}
+            for variant in map(Variant.parse, self.about.contenders):
+                artifacts[variant] = self._make(variant, graphs, signature)
+                is_exported = variant.precision is Precision.FP32
+                verdicts[variant] = exported if is_exported else self._judge(artifacts[variant], sample)
+            passed = {variant: verdict for variant, verdict in verdicts.items() if verdict.passed}
+            notes.append(f"{len(passed)} of {len(verdicts)} variants write like the original")
+        refused = [
+            Candidate(variant.name, Status.INACCURATE, verdict.reason, verdict)
+            for variant, verdict in verdicts.items()
+            if not verdict.passed
+        ]
+        if not passed:
+            raise AccuracyError(
+                f"no variant of {model.id} may be used",
+                hint="the gate is set by --min-agreement",
+                candidates=tuple(refused),
+            )
+
+        with self.stage("benchmark") as notes:
+            shapes = self._shapes(writer)
+            contenders = [self._baseline(writer, signature), *(artifacts[variant] for variant in passed)]
+            batch = _as_batch(prompts)
+            read = self._bench(contenders, shapes[:1], batch, "read", 0.25)
+            wrote = self._bench(contenders, shapes, batch, "write", 0.75)
+            tokens = shapes[0].sequence
+            notes += [
+                f"{timing.variant} reads {timing.sentences_per_s * tokens:.0f} tokens/s" for timing in read.timings
+            ]
+            ranking = rank(wrote, shapes[0], list(passed))
+
+        refused.insert(0, Candidate(_BASELINE.name, Status.BASELINE, "the original"))
+        candidates = (*explain(ranking, wrote, shapes[0], passed), *refused)
+        report = Report(
+            plan=self.plan,
+            created=_now(),
+            machine=self.machine,
+            stages=tuple(self.stages),
+            candidates=candidates,
+            bench=wrote,
+            chosen=ranking[0].name,
+            passes=tuple(self.passes),
+            front=front(candidates, wrote, shapes[0]),
+            notes=self.about.notes,
+        )
+        kept = ranking if self.plan.keep is Keep.ALL else ranking[:2]
+        with self.stage("write"), BundleWriter(self.about.target, force=self.force) as bundle:
+            for variant in kept:
+                bundle.add_variant(artifacts[variant])
+            bundle.add_tokenizer(tokenizer_file)
+            rows = [{"input_ids": row.prompt.tolist(), "tokens": row.tokens.tolist()} for row in sample.answers]
+            bundle.add_reference(rows, {"logits": np.stack([answer.logits[0] for answer in sample.answers])})
+            bundle.add_report(report)
+            entries = [_entry(artifacts[variant], passed[variant]) for variant in kept]
+            return bundle.commit(self._manifest(model, writer, signature, entries))
+
+    def _rows(self, writer: Writer, tokenizer: Tokenizer) -> tuple[list[IntArray], list[IntArray]]:
+        """Beginnings to go on from, or whole texts for an encoder to read, and texts to find likely."""
+        rows = _texts(self.given.data) if self.given.data is not None else sample_texts()
+        most = min(writer.spec.context - 1, _TEXT_TOKENS)
+        batch = tokenizer.encode(rows).batch
+        whole = [row for row in np.split(batch.values["input_ids"], np.cumsum(batch.lengths)[:-1]) if len(row) > 1]
+        if not whole:
+            raise InputError("the data has no text of more than one token")
+        # The longest first would be of one kind: every so many, of the order they come in.
+        chosen = whole[:: max(1, len(whole) // _TEXTS)][:_TEXTS]
+        prompts = chosen[:_PROMPTS]
+        if not writer.has_encoder:
+            room = max(1, min(_PROMPT_TOKENS, writer.spec.context - _ANSWER_TOKENS))
+            prompts = [row[:room] for row in prompts]
+        return prompts, [row[:most] for row in chosen]
+
+    def _export(self, writer: Writer, sample: Sample, notes: list[str]) -> tuple[dict[str, Path], Verdict]:
+        """Rotating is left to the attention operator first; where the graph then writes otherwise, it is not."""
+        from hasten.builder.decoder import export_decoder, rotation_tables
+
+        verdict: Verdict | None = None
+        tables = None if writer.has_encoder else rotation_tables(writer.module, writer.spec.context)
+        for used in dict.fromkeys((tables, None)):
+            folder = self.work / f"exported-{'rotating' if used is not None else 'plain'}"
+            folder.mkdir()
+            graphs = {DECODER: folder / f"{DECODER}.onnx"}
+            if writer.has_encoder:
+                from hasten.builder.encoder_decoder import export_encoder_decoder
+
+                limits = (writer.tokenizer.max_length, writer.spec.context)
+                graphs = export_encoder_decoder(writer.module, folder, writer.spec.start_ids, limits)
+            else:
+                export_decoder(writer.module, graphs[DECODER], used)
+            verdict = self._judge(_lying(graphs, _signature(writer)), sample)
+            if verdict.passed:
+                names = self.about.contenders
+                self.passes += [record("export", None, file, variants=names) for file in graphs.values()]
+                notes.append("attention with a cache" + (", positions rotated in it" if used is not None else ""))
+                return graphs, verdict
+        assert verdict is not None
+        raise AccuracyError(f"the graph of {writer.architecture} does not write like it: {verdict.reason}")
+
+    def _make(self, variant: Variant, graphs: dict[str, Path], signature: Signature) -> Artifact:
+        if variant.precision in BLOCKS:
+            folder = self.work / f"{variant.name}-graph"
+            folder.mkdir()
+            made = quantize_written(graphs, folder, BLOCKS[variant.precision])
+            self.passes += [record("quantize", graphs[name], made[name], variants=[variant.name]) for name in graphs]
+            graphs = made
+        folder = self.work / variant.name
+        folder.mkdir()
+        return BACKENDS.get(variant.backend).make(Source(signature, graphs), variant, folder)
+
+    def _judge(self, artifact: Artifact, sample: Sample) -> Verdict:
+        backend, variant = BACKENDS.get(artifact.variant.backend), artifact.variant
+        assert isinstance(backend, Decodes)
+        decoder = backend.open_decoder(artifact, RunOptions(self.plan.threads), _SLOTS)
+        try:
+            return judge_decoder(decoder, variant.name, variant.precision, sample, self.plan.gate, self.progress)
+        finally:
+            decoder.close()
+
+    def _shapes(self, writer: Writer) -> list[Shape]:
+        """One row alone, and as many as come most often."""
+        asked = self.plan.shapes
+        length = max(1, min(asked.sequence.opt, writer.spec.context // 2))
+        return list(dict.fromkeys((Shape(1, length), Shape(asked.batch.opt, length))))
+
+    def _baseline(self, writer: Writer, signature: Signature) -> Artifact:
+        folder = self.work / _BASELINE.name
+        with quiet_libraries():
+            writer.module.save_pretrained(folder)
+        return Artifact(_BASELINE, signature, folder, {TASK: writer.task})
+
+    def _bench(
+        self, contenders: Sequence[Artifact], shapes: Sequence[Shape], rows: Batch, what: str, share: float
+    ) -> Bench:
+        lane = (sys.executable, "-m", "hasten.measure.writing_lane", what)
+        commands = {artifact.variant.name: lane for artifact in contenders}
+        commands[_BASELINE.name] = (sys.executable, "-m", "hasten.builder.original", what)
+        return bench(
+            contenders,
+            shapes,
+            rows,
+            budget_s=share * self.plan.bench_budget_s,
+            threads=self.plan.threads,
+            commands=commands,
+            progress=self.progress,
+        )
+
+    def _manifest(
+        self, model: ModelDirectory, writer: Writer, signature: Signature, kept: Sequence[VariantEntry]
+    ) -> Manifest:
+        return Manifest(
+            schema=SCHEMA,
+            hasten=__version__,
+            created=_now(),
+            model=ModelOrigin(model.id, model.revision, writer.architecture),
+            task=TaskSpec(writer.task),
+            tokenizer=writer.tokenizer,
+            signature=signature,
+            # With operators of ONNX Runtime's own it would run nowhere else: no portable graph beside the variants.
+            graphs={},
+            variants=tuple(kept),
+            gate=self.plan.gate,
+            machine=self.machine,
+            files={},
+            generation=writer.spec,
+        )
+
+
+def _signature(writer: Writer) -> Signature:
+    return Signature(
+        inputs=(TensorSpec("input_ids", DType.INT32, (BATCH, SEQUENCE), writer.tokenizer.pad_id),),
+        outputs=(TensorSpec("logits", DType.FLOAT32, (BATCH, writer.spec.vocabulary)),),
+        max_length=writer.spec.context,
+    )
+
+
+def _lying(graphs: dict[str, Path], signature: Signature) -> Artifact:
+    """Graphs in fp32 where they lie."""
+    names = {name: file.name for name, file in graphs.items()}
+    return Artifact(Variant(_WRITER, Precision.FP32), signature, graphs[DECODER].parent, names)
+
+
+def _entry(artifact: Artifact, verdict: Verdict) -> VariantEntry:
+    variant = artifact.variant
+    return VariantEntry(
+        name=variant.name,
+        backend=variant.backend,
+        precision=variant.precision,
+        device=variant.device,
+        requires=BACKENDS.get(variant.backend).requires,
+        graphs=dict(artifact.graphs),
+        agreement=verdict.agreement,
+        metric=verdict.metric,
+    )
+
+
+def _texts(data: Data) -> list[str]:
+    texts = [row["text"] for row in data.rows if isinstance(row.get("text"), str)]
+    if not texts:
+        raise InputError(f"{data.name} has no texts", hint='rows with a "text", or --columns text=NAME')
+    return [str(text) for text in texts]
+
+
+def _as_batch(rows: Sequence[IntArray]) -> Batch:
+    return Batch({"input_ids": np.concatenate(rows)}, np.array([len(row) for row in rows], np.int32))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

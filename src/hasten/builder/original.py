@@ -1,0 +1,124 @@
+"""The PyTorch module itself, as what others are held against: what it writes, and how fast.
+
+`python -m hasten.builder.original read|write` is its lane in a benchmark.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hasten.builder.load import quiet_libraries
+from hasten.core.tensors import FloatArray, IntArray
+from hasten.measure.lane import Opening
+from hasten.measure.writing import Answered, Read, Sample, log_likelihoods
+from hasten.measure.writing_lane import serve
+
+TASK = "task"
+
+
+def sample_of(
+    module: Any, prompts: Sequence[IntArray], texts: Sequence[IntArray], tokens: int, starts: Sequence[int]
+) -> Sample:
+    """Its greedy answers to the prompts, by transformers' own generate, and how likely it finds the texts.
+
+    `starts` is what an answer begins with where an encoder reads the prompt: such a model reads no text by itself.
+    """
+    answers = []
+    for prompt in prompts:
+        answer = _generate(module, prompt, tokens, starts)
+        answers.append(Answered(prompt, answer, _logits(module, prompt, answer, starts)))
+    read = []
+    for text in [] if starts else texts:
+        logits = _logits(module, text[:1], text[1:], ())
+        read.append(Read(text[:1], text[1:], log_likelihoods(logits, text[1:])))
+    return Sample(tuple(answers), tuple(read))
+
+
+def _generate(module: Any, prompt: IntArray, tokens: int, starts: Sequence[int]) -> IntArray:
+    """The likeliest token each time, whatever its generation_config asks for beside."""
+    import torch
+    from transformers import GenerationConfig
+
+    told = module.generation_config
+    plain = GenerationConfig(
+        max_new_tokens=tokens,
+        do_sample=False,
+        num_beams=1,
+        eos_token_id=told.eos_token_id,
+        bos_token_id=told.bos_token_id,
+        pad_token_id=told.pad_token_id if told.pad_token_id is not None else 0,
+        decoder_start_token_id=told.decoder_start_token_id,
+    )
+    ids = torch.from_numpy(np.asarray(prompt, np.int64))[None]
+    first = {"decoder_input_ids": torch.tensor([list(starts)])} if starts else {}
+    # Some of what was set for a model would be merged into what is asked for here.
+    module.generation_config = GenerationConfig()
+    try:
+        with quiet_libraries(), torch.inference_mode():
+            found = module.generate(ids, attention_mask=torch.ones_like(ids), generation_config=plain, **first)
+    finally:
+        module.generation_config = told
+    return np.asarray(found[0, len(starts) or len(prompt) :].numpy(), np.int32)
+
+
+def _logits(module: Any, prompt: IntArray, tokens: IntArray, starts: Sequence[int]) -> FloatArray:
+    """Of each of the tokens, by all before it, in one run."""
+    import torch
+
+    before = np.asarray(starts or prompt, np.int64)
+    whole = torch.from_numpy(np.concatenate([before, tokens[:-1]]).astype(np.int64))[None]
+    given = torch.from_numpy(np.asarray(prompt, np.int64))[None]
+    feeds = {"input_ids": given, "decoder_input_ids": whole} if starts else {"input_ids": whole}
+    with quiet_libraries(), torch.inference_mode():
+        logits: FloatArray = module(**feeds, use_cache=False).logits[0, -len(tokens) :].numpy()
+    return logits
+
+
+class ModulePen:
+    """Fulfils `Pen`: transformers' own forward with its own cache, less than its generate does around it."""
+
+    def __init__(self, opening: Opening) -> None:
+        import torch
+        import transformers
+
+        from hasten.builder.written import CLASSES
+
+        if opening.threads is not None:
+            torch.set_num_threads(opening.threads)
+        kind = getattr(transformers, CLASSES[opening.graphs[TASK]])
+        with quiet_libraries():
+            self._module = kind.from_pretrained(opening.directory, dtype=torch.float32).eval()
+        self._has_encoder = self._module.config.is_encoder_decoder
+
+    def read(self, rows: IntArray) -> None:
+        import torch
+
+        ids = torch.from_numpy(np.asarray(rows, np.int64))
+        with torch.inference_mode():
+            feeds: dict[str, Any] = {"input_ids": ids}
+            if self._has_encoder:
+                start = self._module.config.decoder_start_token_id
+                self._encoded = self._module.get_encoder()(input_ids=ids)
+                feeds = {"encoder_outputs": self._encoded, "decoder_input_ids": torch.full((len(ids), 1), start)}
+            self._keep(self._module(**feeds, use_cache=True))
+
+    def write(self) -> None:
+        import torch
+
+        with torch.inference_mode():
+            feeds: dict[str, Any] = {"input_ids": self._next}
+            if self._has_encoder:
+                feeds = {"encoder_outputs": self._encoded, "decoder_input_ids": self._next}
+            self._keep(self._module(**feeds, past_key_values=self._past, use_cache=True))
+
+    def _keep(self, outputs: Any) -> None:
+        self._past = outputs.past_key_values
+        self._next = outputs.logits[:, -1].argmax(-1)[:, None]
+
+
+if __name__ == "__main__":
+    serve(ModulePen, writes=sys.argv[1] == "write")

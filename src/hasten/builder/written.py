@@ -1,0 +1,141 @@
+"""From a directory to a model that writes, its tokenizer, and what its configuration says about writing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hasten.builder.adapter import load_adapted
+from hasten.builder.load import first_line, load_tokenizer, loading_hint, quiet_libraries, tidies_spaces
+from hasten.builder.source import ModelDirectory
+from hasten.core.errors import HastenError, StageError, UnsupportedError, missing_package
+from hasten.core.generation import TEXT2TEXT_GENERATION, TEXT_GENERATION, GenerationSpec, Sampling
+from hasten.core.plan import Plan
+from hasten.core.tokenizer import TokenizerSpec
+
+CLASSES = {TEXT_GENERATION: "AutoModelForCausalLM", TEXT2TEXT_GENERATION: "AutoModelForSeq2SeqLM"}
+# Where a configuration knows no limit, as T5's relative positions do not.
+_NO_LIMIT = 512
+_MOST_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """A PyTorch module that writes, and what the rest of the build needs to know of it."""
+
+    task: str
+    module: Any
+    original_tokenizer: Any
+    tokenizer: TokenizerSpec
+    spec: GenerationSpec
+
+    @property
+    def architecture(self) -> str:
+        return type(self.module).__name__
+
+    @property
+    def has_encoder(self) -> bool:
+        return self.task == TEXT2TEXT_GENERATION
+
+
+def load_writer(model: ModelDirectory, task: str, plan: Plan) -> Writer:
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise missing_package(error.name or "torch", "building", "build") from error
+    with quiet_libraries():
+        tokenizer = load_tokenizer(model, plan)
+        if not getattr(tokenizer, "is_fast", False):
+            raise UnsupportedError(
+                f"the tokenizer of {model.id} ({type(tokenizer).__name__}) has no tokenizers-library form,"
+                " and bundles are served without transformers"
+            )
+        try:
+            if model.base is None:
+                module, loading = getattr(transformers, CLASSES[task]).from_pretrained(
+                    model.path,
+                    output_loading_info=True,
+                    dtype=torch.float32,
+                    trust_remote_code=plan.trust_remote_code,
+                    use_safetensors=None if plan.allow_pickle else True,
+                )
+                missing = sorted(loading["missing_keys"])
+            else:
+                module, missing = load_adapted(model, CLASSES[task], plan)
+        except HastenError:
+            raise
+        except Exception as error:
+            raise StageError(f"{model.id} does not load: {first_line(error)}", hint=loading_hint(error)) from error
+    if missing:
+        raise StageError(
+            f"{model.id} has no weights for {len(missing)} tensors of {type(module).__name__}, such as '{missing[0]}'"
+        )
+    spec = read_spec(module, tokenizer, has_encoder=task == TEXT2TEXT_GENERATION)
+    return Writer(task, module.eval(), tokenizer, _tokenizer_spec(module, tokenizer, spec, task), spec)
+
+
+def read_spec(module: Any, tokenizer: Any, *, has_encoder: bool) -> GenerationSpec:
+    """What configuration, generation_config and tokenizer say about writing."""
+    told, config = module.generation_config, module.config.get_text_config(decoder=True)
+    ends = _ids(_first(told.eos_token_id, config.eos_token_id, tokenizer.eos_token_id))
+    start = _first(told.decoder_start_token_id, getattr(config, "decoder_start_token_id", None))
+    if has_encoder and start is None:
+        raise UnsupportedError(f"{type(module).__name__} does not say what an answer begins with")
+    # What is forced to come first is what an answer begins with.
+    starts = (*_ids(start), *_ids(told.forced_bos_token_id)) if has_encoder else ()
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default", "")
+    special = {name: value for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    return GenerationSpec(
+        context=_limit(config),
+        vocabulary=int(module.get_output_embeddings().weight.shape[0]),
+        end_ids=ends,
+        start_ids=starts,
+        chat_template=template or "",
+        special_tokens=special,
+        defaults=_defaults(told),
+    )
+
+
+def _defaults(told: Any) -> Sampling:
+    """transformers takes the likeliest word, or the best of beams, unless told to sample."""
+    samples = bool(told.do_sample)
+    return Sampling(
+        max_tokens=int(told.max_new_tokens or _MOST_TOKENS),
+        temperature=float(_first(told.temperature, 1.0)) if samples else 0.0,
+        top_k=int(_first(told.top_k, 50)) if samples else 0,
+        top_p=float(_first(told.top_p, 1.0)) if samples else 1.0,
+        min_p=float(told.min_p or 0.0) if samples else 0.0,
+        repetition_penalty=float(_first(told.repetition_penalty, 1.0)),
+        beams=int(_first(told.num_beams, 1)),
+        length_penalty=float(_first(told.length_penalty, 1.0)),
+    )
+
+
+def _limit(config: Any) -> int:
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return int(limit) if isinstance(limit, int) and limit > 0 else _NO_LIMIT
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    return () if value is None else tuple(map(int, value)) if isinstance(value, list | tuple) else (int(value),)
+
+
+def _tokenizer_spec(module: Any, tokenizer: Any, spec: GenerationSpec, task: str) -> TokenizerSpec:
+    # What an encoder reads has a limit of its own.
+    limit = _limit(module.config) if task == TEXT2TEXT_GENERATION else spec.context
+    return TokenizerSpec(
+        inputs=("input_ids",),
+        max_length=min(limit, tokenizer.model_max_length),
+        pad_id=_first(tokenizer.pad_token_id, 0),
+        truncates_left=tokenizer.truncation_side == "left",
+        tidies_spaces=tidies_spaces(tokenizer),
+        pads_left=tokenizer.padding_side == "left",
+        cls_id=tokenizer.cls_token_id,
+    )
