@@ -119,7 +119,7 @@ class _Decoder(torch.nn.Module):
         positions = places(input_ids, seqlens_k)
 
         def backwards(table: torch.Tensor, *_: Any) -> torch.Tensor:
-            keys = torch.arange(longest, dtype=torch.int32)  # type: ignore[call-overload]
+            keys = torch.arange(longest, dtype=torch.int32)
             distances = (positions[:, :, None] - keys[None, None]).clamp(0, table.shape[0] - 1)
             return torch.nn.functional.embedding(distances, table).permute(0, 3, 1, 2)
 
