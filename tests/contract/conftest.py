@@ -124,3 +124,12 @@ def no_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     yield place / "bundle"
     assert list(place.iterdir()) == []
     assert list(temporary.iterdir()) == []
+
+
+@pytest.fixture(scope="session")
+def writer_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A tiny model that writes, and never ends by itself."""
+    import writer_bundles
+
+    folder = tmp_path_factory.mktemp("writer")
+    return writer_bundles.build(writer_bundles.save(folder / "model"), folder / "writer")

@@ -20,7 +20,12 @@ EXAMPLES = 12
 
 @pytest.fixture(scope="module")
 def server(
-    tiny_classifier: Any, tiny_embedder: Any, tiny_model: Any, quick_build: Any, tmp_path_factory: Any
+    tiny_classifier: Any,
+    tiny_embedder: Any,
+    tiny_model: Any,
+    quick_build: Any,
+    writer_bundle: Bundle,
+    tmp_path_factory: Any,
 ) -> Iterator[Server]:
     folder, only = tmp_path_factory.mktemp("schema"), {"variants": ["onnxruntime-fp32"]}
     ranker = tiny_model("bert", "ForSequenceClassification", num_labels=1)
@@ -28,6 +33,7 @@ def server(
         quick_build(tiny_classifier("bert"), folder / "classifier", **only),
         quick_build(tiny_embedder(), folder / "embedder", data=None, **only),
         quick_build(ranker, folder / "ranker", task="text-ranking", data=None, **only),
+        writer_bundle,
     ]
     started = Server(*(str(bundle.path) for bundle in bundles), "--threads", "1", "--no-grpc")
     yield started
@@ -66,7 +72,7 @@ def _ask(cases: Any, may_name: bool, excluded: list[Any]) -> set[int]:
     answered: set[int] = set()
 
     @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(case=cases, name=st.sampled_from(["", "classifier", "embedder", "ranker"]))
+    @given(case=cases, name=st.sampled_from(["", "classifier", "embedder", "ranker", "writer"]))
     def check(case: Any, name: str) -> None:
         if name and may_name and "model" in (case.path_parameters or {}):
             case.path_parameters["model"] = name

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from hasten.core.errors import HastenError, StageError, TooLargeError
-from hasten.server import huggingface, openai, operations, tei, v2
+from hasten.server import generate, huggingface, openai, openai_text, operations, tei, v2
 from hasten.server.engine import RetiredError
 from hasten.server.exchange import Exchange, Response, failure
 from hasten.server.keys import Keys
@@ -23,7 +23,14 @@ logger = logging.getLogger("hasten")
 
 Found = TypeVar("Found")
 
-PROTOCOLS: tuple[Sequence[Route], ...] = (v2.ROUTES, huggingface.ROUTES, openai.ROUTES, tei.ROUTES)
+PROTOCOLS: tuple[Sequence[Route], ...] = (
+    v2.ROUTES,
+    generate.ROUTES,
+    huggingface.ROUTES,
+    openai.ROUTES,
+    openai_text.ROUTES,
+    tei.ROUTES,
+)
 
 # A body that is larger takes long enough to read for others to notice, where the event loop does it.
 _LARGE_BYTES = 2**16

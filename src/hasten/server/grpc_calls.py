@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 from hasten.core.errors import DeadlineError, HastenError, InputError
@@ -64,8 +65,8 @@ class Call:
         self.withdraw: Callable[[], None] = lambda: None
         self._id = request_id(self.metadata.get("x-request-id", ""))
         self._begin = time.monotonic()
-        self._answer: list[Output] | HastenError = GoneError("the client has left")
-        self._is_over = threading.Event()
+        # With whether it is the last: some are given in pieces.
+        self._answers: SimpleQueue[tuple[list[Output] | HastenError, bool]] = SimpleQueue()
 
     @property
     def left_s(self) -> float | None:
@@ -82,18 +83,28 @@ class Call:
             raise InputError(f"the request is no {kind}") from error
 
     def give(self, answer: list[Output] | HastenError, measured: Measured | None = None) -> None:
-        self._answer, self.measured = answer, measured
-        self._is_over.set()
+        self.measured = measured
+        self._answers.put((answer, True))
+
+    def add(self, piece: list[Output]) -> None:
+        """More follow."""
+        self._answers.put((piece, False))
 
     def leave(self) -> None:
         self.withdraw()
-        self._is_over.set()
+        self._answers.put((GoneError("the client has left"), True))
 
     def wait(self) -> list[Output]:
-        self._is_over.wait()
-        if isinstance(self._answer, HastenError):
-            raise self._answer
-        return self._answer
+        return next(outputs for outputs, is_last in self.pieces() if is_last)
+
+    def pieces(self) -> Iterator[tuple[list[Output], bool]]:
+        """As they come, the last one told apart."""
+        is_last = False
+        while not is_last:
+            answer, is_last = self._answers.get()
+            if isinstance(answer, HastenError):
+                raise answer
+            yield answer, is_last
 
     def seen(self, status: int) -> Seen:
         seconds = time.monotonic() - self._begin

@@ -32,13 +32,11 @@ from hasten.server.inference import (
     Inference,
     check_load,
     check_version,
-    describe,
-    infer,
     refuse_parameters,
 )
 from hasten.server.messages import METHODS, SERVICE, STREAM, message, pool
-from hasten.server.models import READY, repository
-from hasten.server.served import Served
+from hasten.server.models import READY, Model, repository
+from hasten.server.text_inference import describe, infer
 from hasten.server.v2 import EXTENSIONS
 
 logger = logging.getLogger("hasten")
@@ -263,7 +261,7 @@ class _Service:
                 if context.add_callback(line.leave):
                     threading.Thread(target=self._read, args=(requests, context, line), daemon=True).start()
                     for call in line:
-                        yield self._streamed(call)
+                        yield from self._streamed(call)
         except HastenError as error:
             self.refuse(whole, error)
 
@@ -283,20 +281,22 @@ class _Service:
         finally:
             line.complete()
 
-    def _streamed(self, call: Call) -> Any:
+    def _streamed(self, call: Call) -> Iterator[Any]:
         """What is wrong with one request is its answer, and the stream goes on."""
         answer = message("ModelStreamInferResponse")
         try:
-            # There is one answer a request: what a client looks for that would take several.
-            response = response_to(call.request, call.wait(), triton_final_response={"bool_param": True})
+            # What a client looks for that would take several, as of a text while it is written.
+            for outputs, is_last in call.pieces():
+                response = response_to(call.request, outputs, triton_final_response={"bool_param": is_last})
+                yield answer(infer_response=response)
         except Exception as error:
             known = _known(call, error)
             self._app.watch(call.seen(status_of_call(known)))
             # The request's own name, so that whoever asked knows which of them it was.
             name = call.request.id if call.request is not None else ""
-            return answer(error_message=str(known), infer_response={"id": name})
-        self._app.watch(call.seen(200))
-        return answer(infer_response=response)
+            yield answer(error_message=str(known), infer_response={"id": name})
+        else:
+            self._app.watch(call.seen(200))
 
     def _ask(self, call: Call) -> None:
         request = call.request
@@ -308,9 +308,10 @@ class _Service:
         for given in (*request.inputs, *request.outputs):
             refuse_parameters(given.name, given.parameters)
         outputs = tuple(output.name for output in request.outputs)
-        call.withdraw = infer(served, Inference(tensors_of(request), outputs, parameters), call.give)
+        on_piece = call.add if call.what == STREAM else None
+        call.withdraw = infer(served, Inference(tensors_of(request), outputs, parameters), call.give, on_piece)
 
-    def _found(self, call: Call, name: str, version: str) -> Served:
+    def _found(self, call: Call, name: str, version: str) -> Model:
         served = self._app.models.named(name)
         check_version(version)
         call.model = served.name

@@ -89,13 +89,13 @@ def infer(
     def decode(outputs: Outputs, encoded: Encoded) -> list[Output]:
         return [_output(served, name, outputs, encoded) for name in wanted]
 
-    priority, timeout_s = _order(inference.parameters) if inference.parameters else (0, None)
+    priority, timeout_s = order(inference.parameters) if inference.parameters else (0, None)
     if is_tokens:
         return served.submit(lambda: rows_of(served, tensors), decode, on_done, priority=priority, timeout_s=timeout_s)
     return served.ask(lambda: items_of(served, tensors), decode, on_done, priority=priority, timeout_s=timeout_s)
 
 
-def _order(parameters: Mapping[str, Any]) -> tuple[int, float | None]:
+def order(parameters: Mapping[str, Any]) -> tuple[int, float | None]:
     """A request's priority and time, as tritonserver has them: microseconds, 0 for none."""
     priority, timeout = (parameters.get(name, 0) for name in ("priority", "timeout"))
     if not all(type(number) is int and 0 <= number < 2**64 for number in (priority, timeout)):

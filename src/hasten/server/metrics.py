@@ -11,10 +11,13 @@ from hasten.server.engine import Observer
 from hasten.server.gpus import GAUGES, Gpus
 from hasten.server.models import Models
 from hasten.server.queue import Job
+from hasten.server.served_writer import ServedWriter
 from hasten.server.watch import Seen
+from hasten.server.writing import WritingObserver, Written
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _TOO_MANY = 429
+_RATES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -45,6 +48,10 @@ class Metrics:
         self.tokens = counter("tokens", "Tokens that were asked for.")
         self.padding = counter("padding_tokens", "Tokens that were computed for nothing.")
         self.rejected = counter("rejected", "Requests refused because too many waited.")
+        self.first_token = histogram("first_token_seconds", "From a request to the first piece of its text.")
+        self.step = histogram("step_seconds", "One more token for every text that is being written.")
+        self.written = counter("written_tokens", "Tokens that were written.")
+        self.rate = histogram("text_tokens_per_second", "Of a text, from its first token on.", _RATES)
         memory = prometheus.Gauge("hasten_peak_memory_bytes", "The most memory held so far.", registry=registry)
         memory.set_function(peak_memory_bytes)
         prometheus.ProcessCollector(registry=registry)
@@ -63,6 +70,11 @@ class Metrics:
         for one in (self.duration, self.encode, self.queue, self.rejected):
             one.labels(model)  # there from the start, at zero
         return ModelMetrics(self, model)
+
+    def of_writer(self, model: str) -> WriterMetrics:
+        for one in (self.duration, self.queue, self.rejected, self.written):
+            one.labels(model)
+        return WriterMetrics(self, model)
 
     def on_seen(self, seen: Seen) -> None:
         model = seen.model
@@ -99,6 +111,11 @@ class _Live:
         for served in self._models:
             waiting.add_metric([served.name], served.engine.waiting)
         yield waiting
+        writing = GaugeMetricFamily("hasten_slots_taken", "Texts that are being written.", labels=["model"])
+        for served in self._models:
+            if isinstance(served, ServedWriter):
+                writing.add_metric([served.name], served.engine.running)
+        yield writing
         for name, (what, _) in GAUGES.items() if len(self._gpus) else ():
             gauge = GaugeMetricFamily(f"hasten_gpu_{name}", f"Of a GPU, by everyone: {what}", labels=["gpu"])
             for place, value in self._gpus.read(name):
@@ -120,3 +137,33 @@ class ModelMetrics(Observer):
         self._tokens.inc(job.tokens)
         if padding := job.padding:
             self._padding.inc(padding)
+
+
+class WriterMetrics(WritingObserver):
+    """What the texts of a model tell, and its steps."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._first, self._step, self._rows, self._tokens, self._written, self._rate = (
+            one.labels(model)
+            for one in (
+                metrics.first_token,
+                metrics.step,
+                metrics.batch_rows,
+                metrics.tokens,
+                metrics.written,
+                metrics.rate,
+            )
+        )
+
+    def on_begin(self, seconds: float) -> None:
+        self._first.observe(seconds)
+
+    def on_step(self, rows: int, seconds: float) -> None:
+        self._step.observe(seconds)
+        self._rows.observe(rows)
+
+    def on_end(self, written: Written, seconds: float) -> None:
+        self._tokens.inc(written.prompt_tokens)
+        self._written.inc(written.tokens)
+        if written.tokens > 1 and seconds > 0:
+            self._rate.observe((written.tokens - 1) / seconds)

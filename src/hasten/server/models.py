@@ -5,15 +5,53 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Protocol
 
+from hasten.bundle import Bundle
 from hasten.bundle.manifest import FILE
 from hasten.core.errors import InputError, PlanError, UnavailableError
-from hasten.server.served import Served
+from hasten.core.variant import Variant
 
 READY = "READY"
 
+
+class Runs(Protocol):
+    """What is asked of an engine, whatever its model does."""
+
+    @property
+    def waiting(self) -> int: ...
+
+    def expire(self, now: float) -> None: ...
+
+    def hung_s(self, now: float) -> float: ...
+
+
+class Model(Protocol):
+    """A bundle that is being served: one that answers (`served.py`) or one that writes (`served_writer.py`)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def bundle(self) -> Bundle: ...
+
+    @property
+    def variant(self) -> Variant: ...
+
+    @property
+    def instances(self) -> int: ...
+
+    @property
+    def since(self) -> float: ...
+
+    @property
+    def engine(self) -> Runs: ...
+
+    def close(self, drain_s: float = 0.0) -> bool: ...
+
+
 # Opens a bundle under a name, in the place of the one that has it, if any.
-Opener = Callable[[Path, str, Served | None], Served]
+Opener = Callable[[Path, str, Model | None], Model]
 # Of every file: its name, what it is on the disk, when it was written, and its size.
 Stamp = frozenset[tuple[str, int, int, int]]
 
@@ -25,7 +63,7 @@ class Models:
         self._open = open_model
         # For one that is replaced or taken away to answer what it has taken.
         self._drain_s = drain_s
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, Model] = {}
         # Those that are still to be loaded for the first time.
         self._coming: frozenset[str] = frozenset()
         self._paths: dict[str, Path] = {}
@@ -33,10 +71,10 @@ class Models:
         self._stamps: dict[str, Stamp | None] = {}
         self._change = threading.Lock()
 
-    def __iter__(self) -> Iterator[Served]:
+    def __iter__(self) -> Iterator[Model]:
         return iter(self._served.values())
 
-    def named(self, name: str) -> Served:
+    def named(self, name: str) -> Model:
         found = self._served.get(name)
         if found is None and name in self._coming:
             raise UnavailableError(f"'{name}' is not loaded yet")
@@ -45,7 +83,7 @@ class Models:
             raise PlanError(f"there is no model '{name}'", hint=f"models: {known}")
         return found
 
-    def only(self, name: str = "", what: Callable[[Served], bool] = lambda _: True) -> Served:
+    def only(self, name: str = "", what: Callable[[Model], bool] = lambda _: True) -> Model:
         """The model of that name or, without one, the only one that fits."""
         if name:
             return self.named(name)
@@ -67,7 +105,7 @@ class Models:
         """They will be loaded: whoever asks for one of them before is told to wait."""
         self._coming = frozenset(names)
 
-    def load(self, path: Path, name: str) -> Served:
+    def load(self, path: Path, name: str) -> Model:
         """Open a bundle and put it in the place of the one of that name, which first answers what it has taken.
 
         Where the new one cannot be opened, the old one stays.
@@ -78,7 +116,7 @@ class Models:
             before.close(self._drain_s)
         return served
 
-    def refresh(self, path: Path, name: str) -> Served | None:
+    def refresh(self, path: Path, name: str) -> Model | None:
         """Load it where what is on the disk is not what it was last tried with; None where it is, or is being made."""
         with self._change:
             stamp = stamp_of(path)
@@ -89,7 +127,7 @@ class Models:
             before.close(self._drain_s)
         return served
 
-    def _replace(self, path: Path, name: str) -> tuple[Served | None, Served]:
+    def _replace(self, path: Path, name: str) -> tuple[Model | None, Model]:
         # Before it is read: what changes meanwhile is not missed.
         self._stamps[name] = stamp_of(path)
         before = self._served.get(name)
@@ -109,7 +147,7 @@ class Models:
         """Without loading it: that is done when it is asked for."""
         self._paths[name] = path
 
-    def load_again(self, name: str) -> Served:
+    def load_again(self, name: str) -> Model:
         """One that was loaded before, or is known, from where it was."""
         if name in self._coming:
             raise UnavailableError(f"'{name}' is not loaded yet")

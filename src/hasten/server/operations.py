@@ -11,6 +11,7 @@ import msgspec
 from hasten.core.version import __version__
 from hasten.server.exchange import BINARY, JSON, TEXT, Failure, Response
 from hasten.server.routes import Call, Route
+from hasten.server.stream import EVENTS
 
 if TYPE_CHECKING:
     from hasten.server.app import App
@@ -63,6 +64,9 @@ def openapi(routes: tuple[Route, ...]) -> dict[str, Any]:
         # What goes wrong before its route is known is told plainly.
         failures = {JSON: {"anyOf": [by_kind[str(kind)] for kind in dict.fromkeys((told[route], Failure))]}}
         answers = {form: by_kind[str(route.answer)] if form != BINARY else {} for form in route.forms}
+        if route.streams:
+            # Of each event.
+            answers[EVENTS] = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
         operation: dict[str, Any] = {
             "operationId": _name(route),
             "summary": route.summary,

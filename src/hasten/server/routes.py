@@ -8,13 +8,28 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
-from hasten.core.errors import HastenError, PlanError
+from hasten.core.errors import HastenError, InputError, PlanError
 from hasten.server.engine import Measured
 from hasten.server.exchange import JSON, Exchange, Response, status_of, tell_plainly
-from hasten.server.models import Models
+from hasten.server.models import Model, Models
 from hasten.server.served import Served
+from hasten.server.served_writer import ServedWriter
 
 _REMEMBERED = 256
+
+
+def answering(model: Model) -> Served:
+    if isinstance(model, Served):
+        return model
+    hint = "/v1/completions, /v1/chat/completions, /v2/models/{model}/generate and /predict ask it to write"
+    raise InputError(f"'{model.name}' writes text, and answers nothing else", hint=hint.replace("{model}", model.name))
+
+
+def writing(model: Model) -> ServedWriter:
+    if isinstance(model, ServedWriter):
+        return model
+    task = model.bundle.manifest.task.name
+    raise InputError(f"'{model.name}' answers {task}, and does not write text", hint="/predict asks it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +40,25 @@ class Call:
     models: Models
     names: Mapping[str, str]
 
-    def named(self, name: str) -> Served:
+    def named(self, name: str) -> Model:
         return self._asked(self.models.named(name))
 
-    def only(self, name: str = "", what: Callable[[Served], bool] = lambda _: True) -> Served:
-        return self._asked(self.models.only(name, what))
+    def any(self, name: str = "") -> Model:
+        """The model of that name, or the only one there is."""
+        return self._asked(self.models.only(name))
 
-    def _asked(self, served: Served) -> Served:
-        self.exchange.model = served.name
-        return served
+    def only(self, name: str = "", what: Callable[[Served], bool] = lambda _: True) -> Served:
+        """One that answers."""
+        model = self.models.only(name, lambda one: isinstance(one, Served) and what(one))
+        return answering(self._asked(model))
+
+    def writer(self, name: str = "") -> ServedWriter:
+        model = self.models.only(name, lambda one: isinstance(one, ServedWriter))
+        return writing(self._asked(model))
+
+    def _asked(self, model: Model) -> Model:
+        self.exchange.model = model.name
+        return model
 
     def done(self, answer: Response | HastenError, measured: Measured | None) -> None:
         """What the engine calls, from a thread of its own."""
@@ -62,6 +87,8 @@ class Route:
     status: Callable[[HastenError], int] = status_of
     # What it may be answered with beside what all are.
     statuses: Mapping[int, str] = field(default_factory=dict, hash=False)
+    # Whether it may answer in server-sent events.
+    streams: bool = False
 
 
 class Router:

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hasten.bundle import open_bundle
 from hasten.core.errors import PlanError, UnavailableError, missing_package
 from hasten.core.hardware import usable_cores
 from hasten.server import logs
@@ -26,10 +27,11 @@ from hasten.server.connections import Connections, HttpLimits
 from hasten.server.fairness import Turns
 from hasten.server.keys import Keys
 from hasten.server.metrics import Metrics
-from hasten.server.models import Models
+from hasten.server.models import Model, Models
 from hasten.server.queue import Limits
 from hasten.server.reload import Changes
 from hasten.server.served import ModelSettings, Served
+from hasten.server.served_writer import ServedWriter, writes
 from hasten.server.settings import Settings, bundles_in, unknown_variables
 from hasten.server.supervise import Heart
 from hasten.server.tracing import Tracer, is_configured
@@ -77,10 +79,14 @@ def make_app(settings: Settings) -> App:
     metrics, about = Metrics(), _model_settings(settings)
     turns = Turns(max(usable_cores(), (settings.instances or 1) * (settings.threads or 1)))
 
-    def open_model(path: Path, name: str, before: Served | None) -> Served:
+    def open_model(path: Path, name: str, before: Model | None) -> Model:
         # As many sessions as it has: among others' requests they cannot be measured, nor would those like it.
         chosen = about if before is None else replace(about, instances=before.instances)
-        return Served.open(path, name, chosen, turns, metrics.of(name))
+        # What is read of it is held against its hash: the other variants need not be.
+        bundle = open_bundle(path)
+        if writes(bundle):
+            return ServedWriter(name, bundle, chosen, turns, metrics.of_writer(name))
+        return Served(name, bundle, chosen, turns, metrics.of(name))
 
     models = Models(open_model, drain_s=max(settings.drain, settings.timeout))
     metrics.follow(models)
@@ -313,6 +319,8 @@ def _model_settings(settings: Settings) -> ModelSettings:
         limits=limits,
         items=settings.max_items,
         tokens=settings.max_tokens,
+        slots=settings.slots,
+        written_tokens=settings.max_new_tokens,
     )
 
 

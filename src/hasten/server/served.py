@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 from hasten.backends import Artifact, HasSizes, RunOptions, Session
-from hasten.bundle import Bundle, open_bundle
+from hasten.bundle import Bundle
 from hasten.core.errors import AccuracyError, HastenError, TooLargeError
 from hasten.core.hardware import usable_cores
 from hasten.core.plan import Gate, Shapes
@@ -47,7 +46,7 @@ _MEASURED = Shape(4, 64)
 _TEST_SLACK = 0.2
 # How many tokens a text has is known when it is tokenized, all of it, whatever is cut off then; a few million
 # characters take seconds and hundreds of megabytes. No language needs so many for a token.
-_CHARACTERS_PER_TOKEN = 8
+CHARACTERS_PER_TOKEN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +64,9 @@ class ModelSettings:
     # Texts in one request, and tokens of all of them.
     items: int = 1024
     tokens: int = 2**18
+    # Of models that write: texts at once, and tokens of one.
+    slots: int = 8
+    written_tokens: int = 2048
 
 
 class Served:
@@ -96,11 +98,6 @@ class Served:
         )
         self.since = time.time()
 
-    @classmethod
-    def open(cls, path: Path, name: str, settings: ModelSettings, turns: Turns, observer: Observer) -> Served:
-        # What is read of it is held against its hash: the other variants need not be.
-        return cls(name, open_bundle(path), settings, turns, observer)
-
     @cached_property
     def usual_options(self) -> Any:
         """The task's own, where a request gives none."""
@@ -127,8 +124,8 @@ class Served:
 
         def encode() -> Encoded:
             given = payload()
-            if (size := _characters(given)) > _CHARACTERS_PER_TOKEN * self.settings.tokens:
-                raise TooLargeError(f"{size} characters are more than {_CHARACTERS_PER_TOKEN * self.settings.tokens}")
+            if (size := characters(given)) > CHARACTERS_PER_TOKEN * self.settings.tokens:
+                raise TooLargeError(f"{size} characters are more than {CHARACTERS_PER_TOKEN * self.settings.tokens}")
             items = self.task.parse(given)
             if len(items) > self.settings.items:
                 raise TooLargeError(f"{len(items)} items are more than {self.settings.items}")
@@ -217,12 +214,12 @@ def _run_until(session: Session, batches: Sequence[Batch], until: float) -> int:
     return len(batches)
 
 
-def _characters(given: object) -> int:
+def characters(given: object) -> int:
     if isinstance(given, str):
         return len(given)
     if isinstance(given, Mapping):
         given = list(given.values())
-    return sum(map(_characters, given)) if isinstance(given, list | tuple) else 0
+    return sum(map(characters, given)) if isinstance(given, list | tuple) else 0
 
 
 def _arrange(artifact: Artifact, bundle: Bundle, settings: ModelSettings) -> tuple[int, int]:

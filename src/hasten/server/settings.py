@@ -160,6 +160,8 @@ class Settings:
         int | None, Option(_count, "N", "of a batch (default: 512 a thread, 8192 on a GPU)", _MODELS)
     ] = None
 
+    slots: Annotated[int, Option(_count, "N", "texts that a model writes at once", _MODELS)] = 8
+
     max_queue: Annotated[int, Option(_count, "N", "more requests than this get 429", _LIMITS)] = 2048
     max_queue_time: Annotated[float, Option(_time, "TIME", "so do those that would wait longer", _LIMITS)] = 5.0
     max_slowdown: Annotated[
@@ -168,10 +170,13 @@ class Settings:
     max_body: Annotated[int, Option(_size, "SIZE", "larger bodies get 413", _LIMITS)] = 32 * 2**20
     max_items: Annotated[int, Option(_count, "N", "texts of one request, at most", _LIMITS)] = 1024
     max_tokens: Annotated[int, Option(_count, "N", "tokens of one request, at most", _LIMITS)] = 2**18
+    max_new_tokens: Annotated[int, Option(_count, "N", "tokens of one text that is written, at most", _LIMITS)] = 2048
     max_connections: Annotated[int, Option(_count, "N", "at once, at most; others get 503", _LIMITS)] = 4096
     read_timeout: Annotated[float, Option(_time, "TIME", "to receive a request, from its first byte", _LIMITS)] = 30.0
     idle_timeout: Annotated[float, Option(_time, "TIME", "between two requests of a connection", _LIMITS)] = 75.0
-    timeout: Annotated[float, Option(_time, "TIME", "to answer, where a request does not say", _LIMITS)] = 60.0
+    timeout: Annotated[
+        float, Option(_time, "TIME", "to answer, or to begin a stream, where a request does not say", _LIMITS)
+    ] = 60.0
 
     key_file: Annotated[Path | None, Option(Path, "FILE", "API keys, one a line (or HASTEN_API_KEYS)", _SAFETY)] = None
 

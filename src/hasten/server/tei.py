@@ -165,7 +165,8 @@ def is_ranker(served: Served) -> bool:
 
 def _fitting(call: Call, model: str, what: Callable[[Served], bool], does: str) -> Served:
     """The model that is named, or the only one that does it."""
-    if not model and call.models.is_complete and not any(map(what, call.models)):
+    answering = [one for one in call.models if isinstance(one, Served)]
+    if not model and call.models.is_complete and not any(map(what, answering)):
         raise UnsupportedError(f"no model here {does}")
     served = call.only(model, what)
     if not what(served):

@@ -21,20 +21,19 @@ from hasten.server.inference import (
     Tensor,
     check_load,
     check_version,
-    describe,
     from_bytes,
     from_values,
     refuse_parameters,
 )
-from hasten.server.inference import infer as start
-from hasten.server.models import READY, repository
+from hasten.server.models import READY, Model, repository
 from hasten.server.routes import Call, Route
-from hasten.server.served import Served
+from hasten.server.text_inference import describe
+from hasten.server.text_inference import infer as start
 
 logger = logging.getLogger("hasten")
 
 HEADER_LENGTH = "inference-header-content-length"
-EXTENSIONS = ("binary_tensor_data", "model_repository")
+EXTENSIONS = ("binary_tensor_data", "generate", "model_repository")
 _FORMS = (JSON, BINARY)
 _DEEPEST = 8
 # Python itself refuses to read numbers of thousands of digits.
@@ -144,7 +143,7 @@ def _repository_request(call: Call) -> RepositoryRequest:
     return call.exchange.read_json(RepositoryRequest) if call.exchange.body else RepositoryRequest()
 
 
-def _found(call: Call) -> Served:
+def _found(call: Call) -> Model:
     check_version(call.names.get("version", ""))
     return call.named(call.names["model"])
 
