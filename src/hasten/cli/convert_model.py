@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 # Its words for tasks; ours are understood too.
 _TASKS = {"classification": "text-classification", "embedding": "sentence-similarity"}
-_GENERATION = "text-generation"
+# Its kinds of models that write, and what they do.
+_WRITING = {"gpt": "text-generation", "t5": "text2text-generation"}
 _FP32 = ("onnxruntime-fp32",)
 _TENSORRT = ("tensorrt-fp16@cuda",)
 # Dynamic quantization as it comes, and in the way that keeps most of the answers.
@@ -77,7 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load-external-data", action="store_true", help="taken for granted: weights above 2 GB lie beside their graph"
     )
-    parser.add_argument("--generative-model", "--generative_model", choices=("gpt", "t5"), help="not there yet")
+    parser.add_argument(
+        "--generative-model",
+        "--generative_model",
+        choices=("gpt", "t5"),
+        help="of --task text-generation: gpt, or t5 with an encoder",
+    )
     ours = parser.add_argument_group("what transformer-deploy has not")
     ours.add_argument("--force", action="store_true", help="replace an older deployment of ours at the output")
     ours.add_argument(
@@ -121,10 +127,13 @@ def main(args: argparse.Namespace) -> int:
 
 def _refuse(args: argparse.Namespace) -> None:
     """What transformer-deploy does and hasten does not, said before any work."""
-    if args.task == _GENERATION or args.generative_model is not None:
-        raise UnsupportedError(
-            "text generation is not there yet", hint="--task classification, token-classification, …"
+    if args.generative_model is not None and args.task not in _WRITING.values():
+        raise PlanError(
+            f"--generative-model {args.generative_model} writes, and --task is {args.task}",
+            hint=f"--task {_WRITING['gpt']}",
         )
+    if args.task in _WRITING.values() and ("tensorrt" in args.backend or args.device == "cuda"):
+        raise UnsupportedError("models that write are deployed for the CPU", hint="--backend onnx, without -d cuda")
     if "tensorrt" in args.backend:
         if args.device == "cpu":
             raise PlanError("TensorRT runs on GPUs, and --device is cpu", hint="--backend onnx")
@@ -183,9 +192,12 @@ def _order(args: argparse.Namespace) -> Order:
     tensorrt = _TENSORRT if "tensorrt" in args.backend else ()
     on_device = _ON_GPU if args.device == "cuda" else (*_FP32, *(_INT8 if args.quantization else ()))
     onnx = on_device if "onnx" in args.backend else ()
+    task = _WRITING.get(args.generative_model or "", _TASKS.get(args.task, args.task))
+    if task in _WRITING.values():
+        onnx = (*_FP32, *(_INT8[:1] if args.quantization else ()))
     plan = Plan(
         model=args.model,
-        task=_TASKS.get(args.task, args.task),
+        task=task,
         pooling=args.pooling,
         file_name=args.file_name,
         shapes=Shapes(batch, sequence),
@@ -221,11 +233,12 @@ def _print(converted: Converted, args: argparse.Namespace) -> None:
     from hasten.cli import console
 
     # Not through the console, which would wrap them: programs read these lines.
-    print("latencies:", *converted.latencies, sep="\n")
-    print(
-        f"Each inference engine output is within {args.atol} tolerance compared to {converted.original} output\n",
-        flush=True,
-    )
+    if converted.latencies:
+        print("latencies:", *converted.latencies, sep="\n")
+        print(
+            f"Each inference engine output is within {args.atol} tolerance compared to {converted.original} output\n",
+            flush=True,
+        )
     console.print_report(converted.report)
     console.out.print("\nunlike transformer-deploy:")
     for note in converted.notes:

@@ -17,6 +17,7 @@ from hasten.builder.rebench import make_original, token_rows
 from hasten.builder.source import ModelDirectory, find_model, list_files
 from hasten.bundle import Bundle, VariantEntry
 from hasten.core.errors import AccuracyError, PlanError, translate_os_errors
+from hasten.core.generation import WRITING
 from hasten.core.plan import Plan
 from hasten.core.progress import Progress, Silent, step
 from hasten.core.report import Report
@@ -24,9 +25,10 @@ from hasten.core.tensors import Batch, Outputs, tiled
 from hasten.core.variant import CPU, Precision, Variant
 from hasten.deploy import written
 from hasten.deploy.tritonserver import Options, write_models
-from hasten.deploy.tritonserver.around import write_around
+from hasten.deploy.tritonserver.around import write_around, write_image
 from hasten.deploy.tritonserver.configs import is_batched
 from hasten.deploy.tritonserver.options import TENSORRT
+from hasten.deploy.tritonserver.writer import write_asking, write_writer
 from hasten.graph import read_graph, write_graph
 from hasten.predictor import open_session
 
@@ -115,6 +117,10 @@ def convert(order: Order, output: Path, *, force: bool = False, progress: Progre
         tempfile.TemporaryDirectory(prefix="hasten-") as temporary,
     ):
         work = Path(temporary)
+        if order.plan.task in WRITING:
+            converted = _convert_writer(order, staging.path, work, shown)
+            staging.put_in_place()
+            return replace(converted, path=staging.target)
         plan, notes = _with_pooling(order.plan)
         directory = _with_tokenizer(plan, order.tokenizer, work / "model") if order.tokenizer else None
         bundle = build(plan, work / "bundle", progress=shown, directory=directory)
@@ -129,6 +135,32 @@ def convert(order: Order, output: Path, *, force: bool = False, progress: Progre
         first = entries[order.backends[0]]
         notes += _safer(bundle, first, order.repository)
         return Converted(staging.target, first.name, whose, models, tuple(latencies), bundle.report, tuple(notes))
+
+
+def _convert_writer(order: Order, place: Path, work: Path, progress: Progress) -> Converted:
+    """Its gate, along the original's own answers, is in the build; and so is what it takes to read and to write."""
+    directory = _with_tokenizer(order.plan, order.tokenizer, work / "model") if order.tokenizer else None
+    bundle = build(order.plan, work / "bundle", progress=progress, directory=directory)
+    whole = {entry.precision: entry for entry in reversed(bundle.manifest.variants)}
+    wants = (
+        Precision.INT8 if any(Variant.parse(name).precision is Precision.INT8 for name in order.plan.variants) else None
+    )
+    if wants is not None and wants not in whole:
+        raise AccuracyError(
+            "quantized to int8 it does not write like the original",
+            hint="without -q it is deployed in fp32",
+            candidates=bundle.report.candidates,
+        )
+    entry = bundle.manifest.chosen if wants is None else whole[wants]
+    with step(progress, "write"), translate_os_errors(f"writing {place}"):
+        repository = write_writer(bundle, place, replace(order.repository, variant=entry.name))
+        write_image(order.repository, repository)
+        write_asking(repository)
+    notes = (
+        "one model does it all: the loop over tokens is in it, with a cache, for several requests at once",
+        "how long and how it writes is asked for: sampling_parameters, JSON",
+    )
+    return Converted(place, entry.name, "Pytorch", repository.names, (), bundle.report, notes)
 
 
 def write_engines(bundle: Bundle, entries: Sequence[VariantEntry], options: Options, place: Path) -> tuple[str, ...]:

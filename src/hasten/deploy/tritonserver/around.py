@@ -156,17 +156,8 @@ def write_around(spec: TaskSpec, options: Options, repository: Repository, *othe
     body, length = binary_body(arrays)
     place = repository.directory
     (place / BODY).write_bytes(body)
-    cache = [f"--cache-config=local,size={_CACHE_BYTES}"] if options.cache else []
+    cache = write_image(options, repository, *others)
     packages = " ".join(repository.packages)
-    _write(
-        place / "Dockerfile",
-        _DOCKERFILE.substitute(
-            packages=packages,
-            copies="\n".join(f"COPY {name} /models/{name}" for one in (repository, *others) for name in one.names),
-            command=", ".join(json.dumps(word) for word in ["tritonserver", "--model-repository=/models", *cache]),
-        ),
-    )
-    _write(place / "compose.yaml", _COMPOSE.substitute(gpus=_GPUS if repository.device == CUDA else ""))
     about = {
         "texts": json.dumps(texts, ensure_ascii=False, indent=4),
         "shape": list(shape),
@@ -180,6 +171,22 @@ def write_around(spec: TaskSpec, options: Options, repository: Repository, *othe
     _write(place / file, _REQUESTS.substitute(about, file=file, address="localhost:8000"))
     command = " ".join(["tritonserver", "--model-repository=$PWD", *cache])
     _write(place / "README.md", _readme(repository, packages, command, length))
+
+
+def write_image(options: Options, repository: Repository, *others: Repository) -> list[str]:
+    """How to make one; what the server is to be started with is returned."""
+    place = repository.directory
+    cache = [f"--cache-config=local,size={_CACHE_BYTES}"] if options.cache else []
+    _write(
+        place / "Dockerfile",
+        _DOCKERFILE.substitute(
+            packages=" ".join(repository.packages),
+            copies="\n".join(f"COPY {name} /models/{name}" for one in (repository, *others) for name in one.names),
+            command=", ".join(json.dumps(word) for word in ["tritonserver", "--model-repository=/models", *cache]),
+        ),
+    )
+    _write(place / "compose.yaml", _COMPOSE.substitute(gpus=_GPUS if repository.device == CUDA else ""))
+    return cache
 
 
 def examples(spec: TaskSpec, repository: Repository) -> dict[str, list[str]]:

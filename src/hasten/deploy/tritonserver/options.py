@@ -104,7 +104,9 @@ class Repository:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for name in (self.model, self.tokenize, self.inference) if name is not None)
+        # A model that writes is asked itself.
+        found = (self.model, self.tokenize, self.inference)
+        return tuple(dict.fromkeys(name for name in found if name is not None))
 
 
 def choose(bundle: Bundle, options: Options) -> Artifact:

@@ -29,7 +29,7 @@ from hasten.deploy.tritonserver.shipping import is_ours, ship
 from hasten.tasks import TASKS, AnyTask, TaskSpec
 
 ANSWER = "ANSWER"
-_VERSION = "1"
+VERSION = "1"
 # Before it, MultiHeadAttention with fewer queries than keys, as in a pruned last layer, does not see the mask: wrong
 # answers wherever a row is padded (tests/e2e/test_deploy_tritonserver.py). The graph has no such operator.
 _LEAST = "1.21"
@@ -39,7 +39,7 @@ _WORDS = {"onnxruntime": "onnx", "graph": "onnx", "openvino": "openvino", TENSOR
 # Tasks whose answer is what the model gives, as it gives it: a row for each text.
 _RAW = ("text-classification", "sentence-similarity", "feature-extraction")
 _CLASSES = "text-classification"
-_MODEL_PY = '''"""Written by hasten: the code is in the folder beside it."""
+MODEL_PY = '''"""Written by hasten: the code is in the folder beside it."""
 
 import sys
 from pathlib import Path
@@ -69,6 +69,12 @@ def write_models(bundle: Bundle, directory: Path, options: Options) -> Repositor
         options = replace(options, device=CUDA)
     with translate_os_errors(f"writing {directory}"):
         return _Writer(bundle, directory, options, artifact).write()
+
+
+def pinned(bundle: Bundle, names: Sequence[str]) -> tuple[str, ...]:
+    """Packages of the versions that the bundle was built with, where it says so."""
+    built = bundle.manifest.machine.libraries
+    return tuple(f"{name}=={built[name]}" if _is_version(built.get(name, "")) else name for name in names)
 
 
 def _is_version(text: str) -> bool:
@@ -227,12 +233,10 @@ class _Writer:
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Of the versions that the bundle was built with, where it says so."""
         names = ["tokenizers", *([] if self.is_ensemble else ["msgspec"])]
         if self.is_python:
             names.append("openvino" if self.artifact.variant.backend == "openvino" else "onnxruntime")
-        built = self.bundle.manifest.machine.libraries
-        return tuple(f"{name}=={built[name]}" if _is_version(built.get(name, "")) else name for name in names)
+        return pinned(self.bundle, names)
 
     @property
     def around(self) -> dict[str, Value]:
@@ -339,7 +343,7 @@ class _Writer:
     def _begin(self, message: Message) -> Path:
         """The directory of a model with its configuration; the folder of its one version is returned."""
         place = self.directory / str(message["name"])
-        folder = place / _VERSION
+        folder = place / VERSION
         folder.mkdir(parents=True)
         # Git and archives lose a folder that is empty, as an ensemble's is, and the server wants it.
         (folder / ".keep").touch()
@@ -354,7 +358,7 @@ class _Writer:
         shutil.copyfile(self.bundle.path / TOKENIZER, folder / TOKENIZER_FILE)
 
     def _write_code(self, folder: Path, module: str, about: Mapping[str, object], modules: Sequence[str]) -> None:
-        (folder / "model.py").write_text(_MODEL_PY.format(module=module), encoding="utf-8")
+        (folder / "model.py").write_text(MODEL_PY.format(module=module), encoding="utf-8")
         entry = next((one for one in self.bundle.manifest.variants if one.name == self.artifact.variant.name), None)
         needs = {
             "signature": self.signature,
