@@ -273,7 +273,7 @@ def test_what_is_refused_before_the_weights_are_read(tiny_classifier: Any, tmp_p
 
 
 def test_a_gate_that_no_variant_passes_leaves_nothing(tmp_path: Path) -> None:
-    folder = tiny_writers.save("gpt2", tmp_path / "model")
+    folder = tiny_writers.save("llama", tmp_path / "model")
     with pytest.raises(hasten.AccuracyError, match=r"no variant of .* may be used") as told:
         hasten.build(folder, tmp_path / "bundle", variants="onnxruntime-int4", min_agreement=1.0)
     assert [candidate.variant for candidate in told.value.candidates] == ["onnxruntime-int4"]

@@ -240,7 +240,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[HastenError], str]] = {
     ),
     "a layer missing": (lambda path: drop(path, "layer.1.attention.self.query.lora_A"), StageError, "lora_A"),
     "no weights": (lambda path: (path / "adapter_model.safetensors").unlink(), PlanError, "no weights"),
-    "another task": (lambda path: change_config(path, task_type="CAUSAL_LM"), StageError, "no weights for"),
+    "another task": (lambda path: change_config(path, task_type="CAUSAL_LM"), PlanError, "cannot tell the task"),
     "prompts": (
         lambda path: change_config(path, peft_type="PREFIX_TUNING", num_virtual_tokens=4),
         UnsupportedError, "PREFIX_TUNING"

@@ -21,7 +21,8 @@ from hasten.server.fairness import Turns
 from hasten.server.queue import Limits
 from hasten.server.writing import Asked, WritingEngine, WritingObserver, WritingRequest, Written
 
-VOCABULARY, POISON, CONTEXT = 26, 25, 200
+# A text that fills the context takes a second: long enough to do something meanwhile.
+VOCABULARY, POISON, CONTEXT = 26, 25, 20_000
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -277,9 +278,9 @@ def test_what_a_protocol_does_wrong_is_its_requests_own(engines: Any) -> None:
 
 def test_what_cannot_be_read_is_told(engines: Any) -> None:
     engine, _ = engines(slots=1)
-    told = Told(engine, list(range(3)) * 70)
+    told = Told(engine, list(range(3)) * 7000)
     outcome = told.wait()
-    assert "the prompt has 210 tokens, and the model's context of 200" in str(outcome)
+    assert "the prompt has 21000 tokens, and the model's context of 20000" in str(outcome)
     assert "the prompt is empty" in str(Told(engine, []).wait())
 
 
@@ -323,22 +324,21 @@ def test_another_model_gets_its_turns(engines: Any) -> None:
     until(lambda: bool(told.pieces))
     decoder.gate.clear()
     until(lambda: engine.hung_s(time.monotonic()) > 0.02)
-    begun = threading.Event()
+    taken: list[int] = []
 
     def take() -> None:
         with other.turn(512):
-            begun.set()
+            taken.append(len(decoder.steps))
 
     thread = threading.Thread(target=take)
     thread.start()
     until(lambda: other.waiting == 1)
     before = len(decoder.steps)
     decoder.gate.set()
-    assert begun.wait(20)
-    # The one step that was under way, and what was its due until the other's account was no longer the smallest.
-    assert len(decoder.steps) - before <= 3
-    thread.join()
-    told.wait()
+    thread.join(20)
+    # After the one step that was under way.
+    assert taken[0] - before <= 1
+    engine.cancel(told.request)
 
 
 class Counts(WritingObserver):

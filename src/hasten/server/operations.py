@@ -65,7 +65,8 @@ def openapi(routes: tuple[Route, ...]) -> dict[str, Any]:
         failures = {JSON: {"anyOf": [by_kind[str(kind)] for kind in dict.fromkeys((told[route], Failure))]}}
         answers = {form: by_kind[str(route.answer)] if form != BINARY else {} for form in route.forms}
         if route.streams:
-            answers[EVENTS] = {"type": "string"}
+            # Of each event.
+            answers[EVENTS] = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
         operation: dict[str, Any] = {
             "operationId": _name(route),
             "summary": route.summary,
