@@ -220,6 +220,7 @@ def generated(folder: Path, kind: str, prompt: np.ndarray, count: int) -> list[i
     return found[-count:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "task"),
     [

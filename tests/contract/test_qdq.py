@@ -381,6 +381,7 @@ def test_a_model_that_cannot_be_rewritten_says_where(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path: Path) -> None:
     """Every step of it, on its tiny model; the published one needs a hub."""
     root = Path(__file__).parents[2]

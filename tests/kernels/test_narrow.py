@@ -147,6 +147,7 @@ def test_what_is_tuned_are_the_products_that_are_asked_for() -> None:
     assert Product(48, 64, 32, True, True) in shapes("gelu_new")
 
 
+@pytest.mark.slow
 def test_a_build_makes_verifies_and_stores_it(tiny_classifier: Any, quick_build: Any) -> None:
     """From calibration rows to the manifest, as on a machine with a GPU."""
     with pytest.MonkeyPatch.context() as patch:
