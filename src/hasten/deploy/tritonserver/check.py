@@ -22,7 +22,7 @@ from hasten.core.progress import Progress, step
 from hasten.core.report import Verdict
 from hasten.core.tensors import ATTENTION_MASK, Batch, Layout, Outputs, SessionSpec, gather, pad, unpad
 from hasten.core.variant import CPU, Precision, Variant
-from hasten.deploy.tritonserver.client import Array, Client
+from hasten.deploy.tritonserver.client import Array, Client, Statistics
 from hasten.deploy.tritonserver.options import Repository
 from hasten.measure.verify import FP32_TOLERANCE, batch_sizes, expect, verify
 from hasten.predictor import Predictor
@@ -33,6 +33,8 @@ READY = "READY"
 CLIENTS = 32
 # Rows of the reference that the inference model is asked, and how long clients ask it.
 _ROWS, _SECONDS = 64, 5.0
+# Between two looks at what was counted.
+_SETTLED_S = 0.1
 # Scores of reduced precision depend on the shape of the batch that a row came in.
 _REDUCED_TOLERANCE = 0.05
 _OK = 200
@@ -105,10 +107,10 @@ def check(bundle: Bundle, repository: Repository, url: str, progress: Progress, 
         asked = _askable(repository, reference.rows)
         with step(progress, "ask texts"):
             same = _same_answers(client, remote, repository, asked[:_ROWS])
-        before = client.statistics(repository.model)
+        before = _settled(client, repository.model)
         with step(progress, f"{CLIENTS} clients"):
             times, failed, took_s = asyncio.run(_load(url, repository, asked, seconds))
-        after = client.statistics(repository.model)
+        after = _settled(client, repository.model)
     some = times or [float("nan")]
     load = Load(
         clients=CLIENTS,
@@ -140,6 +142,15 @@ class _Remote(PaddedSession):
         feeds = {name: feed for name, feed in pad(batch, signature).items() if name in self._repository.tokens}
         outputs = self._client.infer(self._repository.model, feeds, [spec.name for spec in signature.outputs])
         return unpad(outputs, batch, signature)
+
+
+def _settled(client: Client, model: str) -> Statistics:
+    """tritonserver counts a request after it has answered it."""
+    seen = None
+    while seen != (now := client.statistics(model)):
+        seen = now
+        time.sleep(_SETTLED_S)
+    return now
 
 
 def _askable(repository: Repository, rows: Sequence[Row]) -> list[Row]:
