@@ -59,7 +59,8 @@ def is_gone(process: int) -> bool:
 
 @pytest.mark.slow
 def test_a_supervisor_starts_it_again(obstinate_bundle: Bundle, tmp_path: Path, free_port: int) -> None:
-    words = (str(obstinate_bundle.path), *QUIET, "--port", str(free_port), "--hang", "0.5s", "--supervise")
+    # Long enough for a busy machine: one that takes itself for hung is another process before it can be stopped here.
+    words = (str(obstinate_bundle.path), *QUIET, "--port", str(free_port), "--hang", "3s", "--supervise")
     with Running(tmp_path, *words, **obstinacy(obstinate_bundle, tmp_path)) as server:
         assert predict(server.ready(), port=free_port) == 200
         first = child_of(server)
