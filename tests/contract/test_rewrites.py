@@ -78,8 +78,8 @@ def test_feed_forward_layers_are_split_exactly(graphs: Any, name: str, dialect: 
         as_written(tmp_path / "model.onnx", feeds),
         expected,
         rtol=0,
-        # Sums are added in another order, and processors differ in how they add: on a Neoverse-N1 the eight feed-forward
-        # layers of MobileBERT come to 1.7e-5.
+        # Sums are added in another order, and processors differ in how they add: on a Neoverse-N1 the eight
+        # feed-forward layers of MobileBERT come to 1.7e-5.
         atol=3e-5 * max(1.0, float(np.abs(expected).max())),
     )
 
