@@ -14,11 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hasten.core.errors import StageError
+from hasten.core.errors import HastenError, StageError
 
 
 def trace(
-    module: Any, feeds: Mapping[str, Any], outputs: Sequence[str], axes: Mapping[str, Mapping[int, str]], *, opset: int
+    module: Any,
+    feeds: Mapping[str, Any],
+    outputs: Sequence[str],
+    axes: Mapping[str, Mapping[int, str]],
+    *,
+    opset: int,
+    domains: Mapping[str, int] | None = None,
 ) -> tuple[Any, int]:
     """The graph of what the module does with `feeds`, and its size in bytes; `axes` name what may be of any size."""
     import onnx
@@ -27,7 +33,7 @@ def trace(
     with tempfile.TemporaryDirectory(prefix="hasten-") as work:
         file = Path(work) / "model.onnx"
         try:
-            with silent_stdout():
+            with _silent_stdout():
                 torch.onnx.export(
                     module,
                     tuple(feeds.values()),
@@ -37,8 +43,9 @@ def trace(
                     input_names=list(feeds),
                     output_names=list(outputs),
                     dynamic_axes={name: dict(named) for name, named in axes.items()},
+                    custom_opsets=dict(domains or {}),
                 )
-        except OSError:
+        except (OSError, HastenError):
             raise
         except Exception as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -125,7 +132,7 @@ def _branch(node: Any, answer: bool) -> list[Any]:
 
 
 @contextmanager
-def silent_stdout() -> Iterator[None]:
+def _silent_stdout() -> Iterator[None]:
     """Where an operator has no counterpart, torch writes the whole graph to the descriptor that is for results."""
     sys.stdout.flush()
     before = os.dup(1)

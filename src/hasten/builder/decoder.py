@@ -16,12 +16,12 @@ from typing import Any, TypeAlias
 import torch
 
 from hasten.builder.export import IR_VERSION
-from hasten.builder.load import first_line, quiet_libraries
+from hasten.builder.load import quiet_libraries
 from hasten.builder.operators import About, CausalAttention, FullAttention, Head
 from hasten.builder.straighten import straighten
 from hasten.core.errors import StageError, UnsupportedError
-from hasten.exporter import silent_stdout
-from hasten.graph import read_graph, write_graph
+from hasten.exporter import trace
+from hasten.graph import write_graph
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
@@ -216,7 +216,7 @@ def export_decoder(model: Any, file: Path, tables: Pair | None) -> None:
     inputs = [*EXAMPLE, *(name.format("past") for name in names)]
     outputs = ["logits", *(name.format("present") for name in names)]
     axes = {name: {0: "rows", 2: "capacity"} for name in (*inputs[len(EXAMPLE) :], *outputs[1:])}
-    made = export_module(Decoder(model, tables).eval(), feeds, (inputs, outputs), {**AXES, **axes}, file.parent)
+    made = export_module(Decoder(model, tables).eval(), feeds, (inputs, outputs), {**AXES, **axes})
     write_graph(made, file, external_data=True)
 
 
@@ -239,36 +239,16 @@ def export_module(
     feeds: tuple[Any, ...],
     names: tuple[list[str], list[str]],
     axes: Mapping[str, Mapping[int, str]],
-    folder: Path,
 ) -> Any:
     """The graph, straightened; `names` are those of inputs and outputs."""
-    parts = folder / "export"
-    parts.mkdir()
-    with quiet_libraries(), silent_stdout(), torch.inference_mode():
+    with quiet_libraries(), torch.inference_mode():
         try:
-            torch.onnx.export(
-                module,
-                feeds,
-                str(parts / "traced.onnx"),  # a string: only then does it write weights beside a graph past 2 GiB
-                dynamo=False,
-                opset_version=_OPSET,
-                input_names=names[0],
-                output_names=names[1],
-                dynamic_axes=axes,
-                custom_opsets={"com.microsoft": 1},
-            )
-        except UnsupportedError:
-            raise
-        except Exception as error:
-            raise StageError(f"it does not export to ONNX: {first_line(error)}") from error
-        finally:
-            # torch.onnx.export leaves modules in train mode in some versions; a reference with dropout is no reference.
-            module.eval()
-    graph = straighten(read_graph(parts / "traced.onnx"))
+            feeds_by_name = dict(zip(names[0], feeds, strict=True))
+            graph, _ = trace(module, feeds_by_name, names[1], axes, opset=_OPSET, domains={"com.microsoft": 1})
+        except StageError as error:
+            raise StageError(f"it does not export to ONNX: {error.message}") from error
+    graph = straighten(graph)
     graph.ir_version = IR_VERSION
-    for part in parts.iterdir():
-        part.unlink()
-    parts.rmdir()
     return graph
 
 

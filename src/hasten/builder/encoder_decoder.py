@@ -55,7 +55,7 @@ def export_encoder_decoder(model: Any, folder: Path, starts: Sequence[int], limi
     names = cache_names(len(crossed) // 2)
     crosses, past, present = ([name.format(kind) for name in names] for kind in ("cross", "past", "present"))
     axes = {**AXES, **{name: {0: "rows", 2: "read"} for name in crosses}}
-    reading = export_module(encoder, (ids,), (["input_ids"], crosses), axes, folder)
+    reading = export_module(encoder, (ids,), (["input_ids"], crosses), axes)
     heads, width = crossed[0].shape[1], crossed[0].shape[3]
     feeds = (
         *example(),
@@ -66,7 +66,7 @@ def export_encoder_decoder(model: Any, folder: Path, starts: Sequence[int], limi
     axes |= {name: {0: "rows", 2: "capacity"} for name in (*past, *present)}
     axes["cross_lengths"] = {0: "rows"}
     inputs = [*EXAMPLE, "cross_lengths", *past, *crosses]
-    writing = export_module(_Decoder(model, writes).eval(), feeds, (inputs, ["logits", *present]), axes, folder)
+    writing = export_module(_Decoder(model, writes).eval(), feeds, (inputs, ["logits", *present]), axes)
     told = writing.metadata_props.add()
     told.key, told.value = START_IDS, ",".join(map(str, starts))
     graphs = {DECODER: folder / f"{DECODER}.onnx", ENCODER: folder / f"{ENCODER}.onnx"}
