@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
+from functools import partial
 from typing import TypeVar
 
 from hasten.core.errors import HastenError, StageError, TooLargeError
@@ -127,16 +128,14 @@ class App:
         return None
 
     def watch(self, seen: Seen) -> None:
-        """From any thread; what goes wrong here is not the request's fault, nor the thread's."""
+        """From any thread."""
         for watcher in self._watchers:
-            try:
-                watcher(seen)
-            except Exception:
-                logger.exception("a request could not be recorded")
+            self.metrics.later.add(partial(watcher, seen))
 
     def close(self, drain_s: float) -> bool:
         """Answer what was taken, then stop; whether all of it was answered in time."""
         is_done = self.models.close(drain_s)
+        self.metrics.later.do()
         self._on_close()
         return is_done
 

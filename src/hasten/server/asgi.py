@@ -49,7 +49,7 @@ class Asgi:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            clock = asyncio.ensure_future(keep_time(self._behind.models)) if self._behind else None
+            clock = asyncio.ensure_future(keep_time(self._behind)) if self._behind else None
             await _live(receive, send, self._on_close)
             if clock is not None:
                 clock.cancel()

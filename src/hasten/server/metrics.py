@@ -12,7 +12,7 @@ from hasten.server.gpus import GAUGES, Gpus
 from hasten.server.models import Models
 from hasten.server.queue import Job
 from hasten.server.served_writer import ServedWriter
-from hasten.server.watch import Seen
+from hasten.server.watch import Later, Seen
 from hasten.server.writing import WritingObserver, Written
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -30,6 +30,7 @@ class Metrics:
         except ImportError as error:
             raise missing_package("prometheus_client", "metrics", "serve") from error
         registry = self._registry = prometheus.CollectorRegistry()
+        self.later = Later()
         self._known: dict[tuple[object, ...], Any] = {}
         label = ["model"]
 
@@ -63,6 +64,7 @@ class Metrics:
         self._registry.register(_Live(models))
 
     def render(self) -> bytes:
+        self.later.do()
         text: bytes = self._render(self._registry)
         return text
 
@@ -127,11 +129,15 @@ class ModelMetrics(Observer):
     """What a model's batches tell."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
+        self._later = metrics.later
         self._compute, self._rows, self._tokens, self._padding = (
             one.labels(model) for one in (metrics.compute, metrics.batch_rows, metrics.tokens, metrics.padding)
         )
 
     def on_batch(self, job: Job, seconds: float) -> None:
+        self._later.add(lambda: self._count(job, seconds))
+
+    def _count(self, job: Job, seconds: float) -> None:
         self._compute.observe(seconds)
         self._rows.observe(len(job.batch))
         self._tokens.inc(job.tokens)

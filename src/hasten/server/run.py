@@ -118,12 +118,13 @@ def load_models(app: App, settings: Settings) -> None:
     app.state = State.READY
 
 
-async def keep_time(models: Models) -> None:
-    """Whoever waits in a queue is told when its time is over, whatever the sessions do."""
+async def keep_time(app: App) -> None:
+    """Whoever waits in a queue is told when its time is over, whatever the sessions do; and what is over is recorded."""
     while True:
         await asyncio.sleep(_TICK_S)
+        app.metrics.later.do()
         now = time.monotonic()
-        for served in models:
+        for served in app.models:
             if served.engine.waiting:
                 served.engine.expire(now)
 
@@ -156,7 +157,7 @@ class _Process:
             if grpc is not None:
                 grpc.tell(is_ready=True)
             self._begin(self._watch_over(Heart.inherited(), grpc))
-            self._begin(keep_time(self._app.models))
+            self._begin(keep_time(self._app))
             if settings.watch is not None:
                 self._begin(self._reload_every(changes, settings.watch))
             logger.info("ready")
@@ -267,6 +268,7 @@ class _Process:
         logger.critical("a session hangs: leaving, so that whoever supervises this process starts it again")
         # Whoever asks for its health meanwhile is told.
         await asyncio.sleep(2 * _BEAT_S)
+        self._app.metrics.later.do()
         os._exit(HUNG)
 
     # The end

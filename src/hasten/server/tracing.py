@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Mapping
 
 from hasten.core.errors import PlanError, missing_package
@@ -55,7 +54,7 @@ class Tracer:
     def __call__(self, seen: Seen) -> None:
         if not seen.model:
             return  # health checks and scrapes are nobody's request
-        end = time.time_ns()
+        end = seen.at_ns
         begin = end - int(seen.seconds * 1e9)
         parent = self._propagator.extract({"traceparent": seen.trace}) if seen.trace else None
         attributes = {"hasten.model": seen.model, "hasten.request": seen.id, "http.response.status_code": seen.status}

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hasten.server.engine import Measured
+
+logger = logging.getLogger("hasten")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +31,42 @@ class Seen:
     measured: Measured | None
     # The caller's span, as W3C's trace context writes it; empty where there is none.
     trace: str = ""
+    # When it was.
+    at_ns: int = field(default_factory=time.time_ns)
 
 
 Watcher = Callable[[Seen], None]
+
+# So many are told at the latest, where nobody looks after them in time.
+_MOST_UNTOLD = 1024
+
+
+class Later:
+    """What is recorded of a request when it is over, and nobody waits for: done at the next tick, and before a scrape.
+
+    Done at once it would keep the interpreter from whoever asks again, which is most of what a server adds to a
+    request (docs/decisions/http.md).
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, call: Callable[[], None]) -> None:
+        """From any thread."""
+        self._calls.append(call)
+        if len(self._calls) > _MOST_UNTOLD:
+            self.do()
+
+    def do(self) -> None:
+        """From any thread, all that is there; what goes wrong is not the request's fault, nor the thread's."""
+        with self._lock:
+            for _ in range(len(self._calls)):
+                try:
+                    self._calls.popleft()()
+                except Exception:
+                    logger.exception("a request could not be recorded")
+
 
 _PROCESS = os.urandom(4).hex()
 _numbers = itertools.count(1)
