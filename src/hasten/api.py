@@ -63,12 +63,13 @@ def build(
     """Make the model fast, prove that it still answers the same, and write the bundle.
 
     `model` is a hub id, a directory, or an object: a model of transformers or peft together with its `tokenizer`, a
-    SentenceTransformer or a CrossEncoder; the object is left as it was. `file_name` names an ONNX graph of the model
-    to build from. Instead of `variants`, `level` and `preset` name them as Optimum's optimizer and quantizer do: how
-    far to optimize, and the processor to quantize for. `device` says whose variants are tried, cpu or cuda; without
-    it a GPU's if one can be used. `precision` (fp16, fp8, int8 …) leaves all others out of the search, which tries
-    what there is by itself. Without `output` the bundle goes to the cache (`HASTEN_CACHE`) and replaces the one of the
-    same name there.
+    SentenceTransformer or a CrossEncoder; the object is left as it was. One with quantizers (`hasten.quantize.qdq`) is
+    compared with itself in float, and they make a variant of their own, onnxruntime-int8+qdq. `file_name` names an ONNX
+    graph of the model to build from. Instead of `variants`, `level` and `preset` name them as Optimum's optimizer and
+    quantizer do: how far to optimize, and the processor to quantize for. `device` says whose variants are tried, cpu or
+    cuda; without it a GPU's if one can be used. `precision` (fp16, fp8, int8 …) leaves all others out of the search,
+    which tries what there is by itself. Without `output` the bundle goes to the cache (`HASTEN_CACHE`) and replaces the
+    one of the same name there.
     """
     from hasten.builder.build import build as run
     from hasten.builder.memory import name_of, saved
@@ -108,8 +109,8 @@ def build(
         trust_remote_code=trust_remote_code,
     )
     place = Path(output).expanduser() if output is not None else None
-    with saved(model, tokenizer) as directory:
-        return run(plan, place, force=force, progress=progress, directory=directory)
+    with saved(model, tokenizer) as (directory, quantized):
+        return run(plan, place, force=force, progress=progress, directory=directory, quantized=quantized)
 
 
 def load(

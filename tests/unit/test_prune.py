@@ -142,6 +142,15 @@ def bounded(graph: Graph, name: str) -> str:
     return graph.add("Where", graph.add("Greater", name, low), graph.add("Clip", graph.product(name), low, high), high)
 
 
+def rounded(graph: Graph, name: str) -> str:
+    """To eight bits and back: by one scale, and by one for each feature."""
+    for scales, axis in ((np.float32(0.02), {}), (np.full(WIDTH, 0.02, np.float32), {"axis": 2})):
+        pair = graph.constant(scales), graph.constant(np.zeros_like(scales, np.int8))
+        eight_bits = graph.add("QuantizeLinear", graph.product(name), *pair, **axis)
+        name = graph.add("DequantizeLinear", eight_bits, *pair, **axis)
+    return name
+
+
 BODIES: dict[str, tuple[Callable[[Graph, str], str], int]] = {
     "softmax": (softmax_of, 1),
     "norm": (norm_of, 1),
@@ -155,6 +164,7 @@ BODIES: dict[str, tuple[Callable[[Graph, str], str], int]] = {
     "unsqueeze": (unsqueezed, 1),
     "unbind": (unbound, 2),
     "bounds": (bounded, 1),
+    "rounding": (rounded, 2),
 }
 
 
@@ -188,7 +198,9 @@ def test_one_token_is_computed_and_the_answer_stays(tmp_path: Path, name: str, p
         np.testing.assert_allclose(ours[0], theirs[0], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["softmax", "norm", "norm in parts", "gate", "residual", "rotary", "unsqueeze"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "norm", "norm in parts", "gate", "residual", "rotary", "unsqueeze", "rounding"]
+)
 def test_products_of_one_row_are_left(tmp_path: Path, name: str) -> None:
     graph = Graph()
     graph.save(BODIES[name][0](graph, "hidden"), tmp_path / "whole.onnx")

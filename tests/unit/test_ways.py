@@ -69,6 +69,10 @@ def test_products_left_in_float() -> None:
         ("onnxruntime-int8+keep2+keep3", "says keepN twice"),
         ("openvino-int8+smooth", "smooth is nothing that NNCF"),
         ("openvino-int8+minmax", "minmax is nothing that NNCF"),
+        ("onnxruntime-int8+qdq+gelu", "quantizers in a module make onnxruntime-int8\\+qdq and nothing else"),
+        ("openvino-int8+qdq", "and nothing else"),
+        ("fused-int8+qdq@cuda", "qdq is nothing that fused can do"),
+        ("onnxruntime-fp32+qdq", "fp32 is not quantized"),
         ("onnxruntime-int8+attention+blocks", "attention is nothing that quantizing weights in blocks"),
     ],
 )
@@ -89,6 +93,7 @@ def test_what_is_hinted_at_can_be_asked_for(name: str) -> None:
     [
         (Recipe(variant="onnxruntime-fp32", method=Method.DYNAMIC, target="amx"), "which is not quantized"),
         (Recipe(variant="fused-fp8@cuda", method=Method.DYNAMIC, target="amx"), "which is made without one"),
+        (Recipe(variant="onnxruntime-int8+qdq", method=Method.STATIC, target="amx"), "which is made without one"),
         (Recipe(variant="onnxruntime-int8", method=Method.NNCF, target="amx"), "method is nncf, and .* by dynamic"),
         (Recipe(variant="onnxruntime-int8", method=Method.DYNAMIC, target="avx"), "nobody knows, 'avx'"),
         (Recipe(variant="onnxruntime-int8+smoth", method=Method.DYNAMIC, target="amx"), "did you mean 'smooth'"),

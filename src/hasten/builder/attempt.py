@@ -8,20 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, Quantizes, RunOptions, Session, Source, dialect_of
 from hasten.builder.choose import check_not_again
 from hasten.builder.given import LoadedGraph
 from hasten.builder.load import LoadedModel
-from hasten.builder.passes import record
+from hasten.builder.passes import apply_passes, record
 from hasten.builder.search import Trial
 from hasten.bundle import VariantEntry
 from hasten.core.errors import PlanError, StageError, translate_os_errors
+from hasten.core.hardware import this_machine
 from hasten.core.plan import Plan
 from hasten.core.progress import Progress, Silent
 from hasten.core.report import Pass
-from hasten.core.targets import Target, needed
+from hasten.core.targets import Target, needed, target_of
 from hasten.core.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
 from hasten.graph import is_large
@@ -35,7 +36,7 @@ from hasten.quantize.make import make_graph
 from hasten.quantize.overflow import describe, overflows
 from hasten.quantize.recipe import FILE, Method, Recipe
 from hasten.quantize.recipes import Recipes
-from hasten.quantize.ways import Way, is_by_itself, is_quantized, kept_products, without_kept
+from hasten.quantize.ways import OF_QUANTIZERS, Way, is_by_itself, is_quantized, kept_products, without_kept
 from hasten.tasks import TASKS, Row
 
 Original: TypeAlias = LoadedModel | LoadedGraph
@@ -56,6 +57,8 @@ class Attempts:
     work: Path
     progress: Progress
     given: Recipe | None = None
+    # The original as a module with quantizers in it.
+    quantized: Any = None
     passes: list[Pass] = field(default_factory=list)
     recipes: dict[Variant, Recipe] = field(default_factory=dict)
     _sensitive: dict[Variant, Sequence[str]] = field(default_factory=dict)
@@ -124,6 +127,9 @@ class Attempts:
 
     def _instructions(self, variant: Variant) -> tuple[str, ...]:
         """What a variant needs of the processor beside what its backend asks for: int8 that we made for a target."""
+        if variant == OF_QUANTIZERS:
+            # In eight bits whatever the target is: judged where sums saturate, it runs anywhere, and else not there.
+            return needed(target_of(this_machine()))
         recipe = self.recipes.get(variant)
         # Products in blocks need none: ONNX Runtime's kernels add pairs in 16 bits only where they fit (four bits, or
         # every other byte of eight), and where a processor has none of them it widens the weights to fp32.
@@ -159,6 +165,8 @@ class Attempts:
             return self._of_module(variant)
         if variant == self.loaded.baseline:
             return self.loaded.source
+        if variant == OF_QUANTIZERS:
+            return self._of_quantizers(variant)
         graph = self.graphs[dialect]
         check_not_again(variant, self.loaded.precision, self.given)
         if is_quantized(variant) and self.loaded.precision is Precision.FP32:
@@ -187,6 +195,28 @@ class Attempts:
         # OpenVINO and TensorRT make their own.
         is_ours = dialect is Dialect.ORT_CUDA and self.loaded.precision is Precision.FP32
         return self._halved(variant, guarded) if is_ours else guarded
+
+    def _of_quantizers(self, variant: Variant) -> Source:
+        """The module with its quantizers, exported and taken through the passes that the original went through."""
+        from hasten.builder.quantized import export_quantized
+
+        assert isinstance(self.loaded, LoadedModel)
+        _, folder = self._folders(variant)
+        folder.mkdir()
+        exported = folder / "model.onnx"
+        export_quantized(self.loaded, self.quantized, exported)
+        made, signature = [variant.name], self.loaded.signature
+        graphs = apply_passes(
+            exported,
+            folder,
+            self.loaded.config,
+            external_data=is_large(exported),
+            pads_left=signature.pads_left,
+            made={Dialect.ORT: made},
+        )
+        self.passes.append(record("export", None, exported, variants=made, notes=["with the module's quantizers"]))
+        self.passes += [done for done in graphs.passes if done.variants]
+        return Source(signature, {MODEL: graphs.by_dialect()[Dialect.ORT]})
 
     def _approximated(self, variant: Variant, graph: Path) -> Path:
         """In fp32, with GELU by its cheaper formula: held to the same bound as any fp32."""

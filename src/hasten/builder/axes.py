@@ -55,6 +55,13 @@ def _along_other_axis(call: Call, axis: int) -> Axes:
     return _first_only(call, axis) if axis != works_along else None
 
 
+def _rounding(call: Call, axis: int) -> Axes:
+    """To eight bits and back: each place by itself, unless each has a scale of its own."""
+    has_one_scale = len(call.inputs[1]) == 0
+    is_apart = has_one_scale or axis != attribute(call.node, "axis", 1) % len(call.output)
+    return _first_only(call, axis) if is_apart else None
+
+
 def _norm(call: Call, axis: int) -> Axes:
     return _first_only(call, axis) if axis < attribute(call.node, "axis", -1) % len(call.output) else None
 
@@ -168,6 +175,7 @@ _PLACE_BY_PLACE = (
 _RULES: dict[str, Callable[[Call, int], Axes]] = {
     **dict.fromkeys(_PLACE_BY_PLACE.split(), _broadcast),
     **dict.fromkeys(("LogSoftmax", "Softmax", "Split"), _along_other_axis),
+    **dict.fromkeys(("DequantizeLinear", "QuantizeLinear"), _rounding),
     **dict.fromkeys(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum"), _reduce),
     "Concat": _concat,
     "Gather": _gather,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, dialect_of
 from hasten.builder.attempt import Attempts, Original
@@ -40,6 +41,7 @@ from hasten.measure.fault import find_fault, is_finite
 from hasten.measure.rows import SAMPLE, Rows, check_rows, choose_rows, naming
 from hasten.measure.verify import Expectation, expect
 from hasten.predictor import Predictor
+from hasten.quantize.ways import OF_QUANTIZERS
 
 logger = logging.getLogger("hasten")
 
@@ -57,12 +59,14 @@ def build(
     force: bool = False,
     progress: Progress | None = None,
     directory: Path | None = None,
+    quantized: Any = None,
 ) -> Bundle:
     """Nothing appears at the target unless every stage succeeded.
 
-    `directory` is where a model lies whose name in the plan is not an address.
+    `directory` is where a model lies whose name in the plan is not an address, `quantized` the same model as a module
+    with quantizers in it.
     """
-    about, given = look(plan, output, force=force, directory=directory)
+    about, given = look(plan, output, force=force, directory=directory, has_quantizers=quantized is not None)
     for note in about.notes:
         logger.warning("%s", note)
     temporary = Path(tempfile.gettempdir())
@@ -73,7 +77,8 @@ def build(
         translate_os_errors(doing, temporary),
     ):
         kind = GenerationBuild if about.task in WRITING else _Build
-        return kind(plan, about, given, Path(work), progress or Silent(), force or output is None, directory).run()
+        shown, may_replace = progress or Silent(), force or output is None
+        return kind(plan, about, given, Path(work), shown, may_replace, directory, quantized).run()
 
 
 class _Build(Staged):
@@ -89,6 +94,8 @@ class _Build(Staged):
             check_tokenizer(tokenizer, loaded.original_tokenizer)
             notes.append(f"{loaded.architecture} for {loaded.task.name}, up to {loaded.signature.max_length} tokens")
             notes += _kind_notes(model, loaded)
+            if self.quantized is not None:
+                notes.append(f"in float: its quantizers make {OF_QUANTIZERS}")
 
         with self.stage("reference") as notes:
             chosen = self._choose_rows(loaded)
@@ -147,6 +154,7 @@ class _Build(Staged):
                 work=self.work,
                 progress=self.progress,
                 given=recipe,
+                quantized=self.quantized,
             )
             search = self._search(attempts)
             eligible = {variant: trial for variant, trial in search.trials.items() if trial.verdict.passed}
@@ -202,8 +210,8 @@ class _Build(Staged):
             )
 
     def _made_from(self, dialect: Dialect) -> list[str]:
-        """The contenders that start from a graph of this dialect."""
-        names = (*self.about.contenders, *self.about.further)
+        """The contenders that start from the original's graph in this dialect."""
+        names = [name for name in (*self.about.contenders, *self.about.further) if name != OF_QUANTIZERS.name]
         return [name for name in names if dialect_of(Variant.parse(name)) is dialect]
 
     def _folder(self, name: str) -> Path:

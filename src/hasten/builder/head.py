@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,10 @@ class Exportable(nn.Module):
         # Whether the model gets its mask ready to be added to attention scores (see builder/export.py).
         self.has_additive_mask = False
         self.eval()
+
+    def around(self, model: nn.Module) -> Self:
+        """The same for another model of the same kind."""
+        return type(self)(model, self.inputs, self.outputs)
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, ...]:
         return self.answer(dict(zip(self.inputs, args, strict=False)) | kwargs)
@@ -57,6 +61,9 @@ class Pooled(Exportable):
     def __init__(self, model: nn.Module, inputs: Sequence[str], outputs: Sequence[str], head: PoolingHead) -> None:
         super().__init__(model, inputs, outputs)
         self.head = head.eval()
+
+    def around(self, model: nn.Module) -> Self:
+        return type(self)(model, self.inputs, self.outputs, self.head)
 
     def answer(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
         outputs = self.run(feeds)
@@ -90,6 +97,7 @@ class AtMasks(Exportable):
 
     def __init__(self, model: Any, inputs: Sequence[str], outputs: Sequence[str], mask_id: int) -> None:
         super().__init__(model, inputs, outputs)
+        self.mask_id = mask_id
         feeds = example(inputs, 0, mask_id)
         with torch.inference_mode():
             expected = [output[feeds["input_ids"] == mask_id] for output in super().answer(feeds)]
@@ -98,6 +106,9 @@ class AtMasks(Exportable):
             found = self.answer(feeds)
         if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(found, expected, strict=True)):
             raise UnsupportedError(f"the head of {type(model).__name__} does not take each token by itself")
+
+    def around(self, model: nn.Module) -> Self:
+        return type(self)(model, self.inputs, self.outputs, self.mask_id)
 
     def answer(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return tuple(output.squeeze(0) for output in super().answer(feeds))

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hasten.core.errors import HastenError, PlanError, StageError, UnsupportedError, translate_os_errors
 
@@ -30,16 +30,43 @@ def name_of(model: object) -> str:
     return f"{type(model).__name__}({origin})" if origin else type(model).__name__
 
 
+class Saved(NamedTuple):
+    """What a build takes for an object; nothing for a model that has an address."""
+
+    directory: Path | None = None
+    # The module itself, where quantizers in it round: its files are those of the model in float.
+    quantized: Any = None
+
+
 @contextmanager
-def saved(model: object, tokenizer: Any = None) -> Iterator[Path | None]:
-    """The directory in which the object's files lie for a while; None for a model that has an address."""
+def saved(model: object, tokenizer: Any = None) -> Iterator[Saved]:
+    """The object's files lie in a directory for a while."""
     if isinstance(model, str | Path):
         if tokenizer is not None:
             raise PlanError(f"tokenizer is for models in memory, and {model} has its own beside it")
-        yield None
+        yield Saved()
         return
     model = _plain(model)
     _check(model, tokenizer)
+    if not _has_quantizers(model):
+        with _saved(model, tokenizer) as directory:
+            yield Saved(directory)
+        return
+    from hasten.builder.quantized import rounds
+    from hasten.quantize.qdq.patch import outside
+
+    if _PEFT in _kinds(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} has quantizers and adapters", hint="merge the adapters, then calibrate"
+        )
+    quantized = _find_transformers(model) if rounds(model) else None
+    # The original is the plain model: saved and loaded again, it comes without quantizers, in its own attention.
+    with outside(), _saved(model, tokenizer) as directory:
+        yield Saved(directory, quantized)
+
+
+@contextmanager
+def _saved(model: Any, tokenizer: Any) -> Iterator[Path]:
     doing = f"working in {tempfile.gettempdir()}"
     with (
         translate_os_errors(doing),
@@ -81,11 +108,6 @@ def _save(model: Any, tokenizer: Any, folder: str) -> None:
     from hasten.builder.load import quiet_libraries
 
     with quiet_libraries():
-        if any(_QUANTIZER in _kinds(part) for part in model.modules()):
-            from hasten.quantize.qdq import export
-
-            export(model, tokenizer, folder)  # as a graph: of its weights alone, nobody would know its ranges
-            return
         if _PEFT in _kinds(model):
             if model.active_peft_config.is_prompt_learning:
                 kind = model.active_peft_config.peft_type
@@ -117,6 +139,10 @@ def _kept_configurations(model: Any) -> Iterator[None]:
 def _plain(model: Any) -> Any:
     """The model inside what torch.compile makes of it."""
     return getattr(model, "_orig_mod", model)
+
+
+def _has_quantizers(model: Any) -> bool:
+    return any(_QUANTIZER in _kinds(part) for part in model.modules())
 
 
 def _find_transformers(model: Any) -> Any:

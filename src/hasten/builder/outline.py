@@ -22,7 +22,7 @@ from hasten.core.variant import CPU, CUDA, Precision, Variant
 from hasten.measure.data import Data, check_columns, read_data
 from hasten.measure.rows import check_calibration, check_rows, naming, set_aside
 from hasten.quantize.recipe import Method, Recipe, read_recipe
-from hasten.quantize.ways import needs_calibration
+from hasten.quantize.ways import OF_QUANTIZERS, needs_calibration
 from hasten.tasks import AnyTask
 
 
@@ -64,7 +64,9 @@ class Given:
         return not is_found and needs_calibration(variant)
 
 
-def look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None) -> tuple[Outline, Given]:
+def look(
+    plan: Plan, output: Path | None, *, force: bool, directory: Path | None, has_quantizers: bool = False
+) -> tuple[Outline, Given]:
     """The outline, and the rows that were read for it."""
     if output is not None:
         check_target(output, force=force)
@@ -76,12 +78,22 @@ def look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None
     )
     model = find_model(plan, with_weights=False, directory=directory)
     if (writing := find_writing(model, plan)) is not None:
+        if has_quantizers:
+            raise UnsupportedError(
+                f"{model.id} has quantizers, and of a model that writes they make nothing yet",
+                hint="qdq.disable(model) builds it as a float model",
+            )
         target = output or cache_directory() / "bundles" / _cache_name(model, directory)
         check_target(target, force=force or output is None)
         return outline_writing(model, plan, writing, target), given
     baseline = MODULE if model.graph is None else GRAPH
     device = device_of(plan, this_machine(), baseline)
     wanted, unavailable = contenders(plan, this_machine(), baseline, device, given.recipe)
+    if OF_QUANTIZERS in wanted and not has_quantizers:
+        raise PlanError(
+            f"{OF_QUANTIZERS} is made by quantizers in the module, and {model.id} has none",
+            hint="hasten.build(model, tokenizer=…) with a model that was made inside qdq.patched()",
+        )
     task = detect_task(model, plan)
     notes = _check_given(given, plan, model, task)
     if baseline == MODULE:  # a graph may come quantized
@@ -98,6 +110,8 @@ def look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None
         check_target(target, force=True)
     further: list[Variant] = []
     if not plan.variants and given.recipe is None:
+        if has_quantizers and device == OF_QUANTIZERS.device:
+            wanted.append(OF_QUANTIZERS)
         further, others = _further(wanted, given, came_in)
         unavailable += others
         wanted, further = (_of_precision(variants, plan) for variants in (wanted, further))
@@ -106,6 +120,8 @@ def look(plan: Plan, output: Path | None, *, force: bool, directory: Path | None
                 f"nothing that is tried on the {device} here computes in {plan.precision}",
                 hint="--dry-run without --precision lists what is",
             )
+    if has_quantizers and OF_QUANTIZERS not in wanted:
+        notes += (f"the quantizers of {model.id} are not used: {OF_QUANTIZERS} is not among what is tried",)
     if given.calibration is not None and not _calibrated((*wanted, *further), given, came_in):
         notes += ("--calibration is not used: nothing that is tried is calibrated",)
     names, later = (tuple(variant.name for variant in variants) for variants in (wanted, further))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hasten.builder.outline import Given, Outline
 from hasten.core.errors import HastenError, StageError
@@ -26,6 +27,8 @@ class Staged:
     force: bool
     # Where a model lies whose name in the plan is not an address.
     directory: Path | None
+    # The module whose quantizers make a variant, where it has some.
+    quantized: Any = None
     machine: Machine = field(default_factory=this_machine)
     stages: list[Stage] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)

@@ -23,8 +23,11 @@ class Way(StrEnum):
     ENTROPY = "entropy"
     PERCENTILE = "percentile"
     BLOCKS = "blocks"  # weights alone, in blocks
+    QDQ = "qdq"  # by the quantizers that stand in the module itself
 
 
+# The one variant that quantizers in a module make, which no graph and no recipe could.
+OF_QUANTIZERS = Variant("onnxruntime", Precision.INT8, ways=(Way.QDQ,))
 _CALIBRATORS = {Way(calibrator.value): calibrator for calibrator in Calibrator}
 # Words that are about ONNX Runtime's graphs, or about its products in bytes.
 _NOT_FOR = {Method.NNCF: tuple(Way), Method.BLOCKS: (Way.ATTENTION,)}
@@ -57,6 +60,10 @@ def check_ways(variant: Variant) -> None:
         if useless is not None:
             raise PlanError(f"'{variant}': {useless} is nothing that {variant.backend} can do")
         return
+    if Way.QDQ in variant.ways:
+        if variant != OF_QUANTIZERS:
+            raise PlanError(f"'{variant}': quantizers in a module make {OF_QUANTIZERS} and nothing else")
+        return
     if len([word for word in variant.ways if word in (*_CALIBRATORS, Way.BLOCKS)]) > 1:
         raise PlanError(
             f"'{variant}' names more than one method", hint="choose one of minmax, entropy, percentile, blocks"
@@ -77,7 +84,7 @@ def check_recipe(recipe: Recipe) -> None:
     check_ways(variant)
     if not is_quantized(variant):
         raise PlanError(f"the recipe is for {variant}, which is not quantized")
-    if is_by_itself(variant):
+    if is_by_itself(variant) or variant == OF_QUANTIZERS:
         raise PlanError(f"the recipe is for {variant}, which is made without one")
     if recipe.method is not method_of(variant):
         raise PlanError(f"the recipe's method is {recipe.method}, and {variant} is made by {method_of(variant)}")

@@ -28,9 +28,10 @@ _ANSWERS = ("logits", "start_logits", "end_logits", "last_hidden_state", "predic
 
 
 def export(model: nn.Module, tokenizer: Any, folder: str | Path) -> Path:
-    """Write graph, configuration and tokenizer to a folder, from which `hasten.build` goes on; returns the graph.
+    """Write graph, configuration and tokenizer to a folder; returns the graph.
 
-    Quantizers that are off are not in it.
+    Quantizers that are off are not in it. A build from the folder takes the graph for the original; one from the
+    module judges it by the model in float.
     """
     folder = Path(folder)
     graph = exported(model, tokenizer)
@@ -66,13 +67,18 @@ def exported(model: nn.Module, tokenizer: Any) -> Any:
     finally:
         model.train(was_training)
     graph.ir_version = ir_version
+    finish(graph, type(model).__name__)
+    return graph
+
+
+def finish(graph: Any, name: str) -> None:
+    """What a traced graph lacks: weights in eight bits, and the proof that its pairs stand where they should."""
     fold(graph)
     if found := misplaced(graph):
         raise StageError(
-            f"{len(found)} of the pairs of {type(model).__name__} stand where no runtime takes them: {found[0]}",
+            f"{len(found)} of the pairs of {name} stand where no runtime takes them: {found[0]}",
             hint="switch on or off both inputs of an operator together",
         )
-    return graph
 
 
 class _Answering(nn.Module):

@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from hasten.quantize.qdq.rewrite import Options, Rewritten, is_rewritten, mappin
 
 _INIT = "__init__"
 _HOOK = "__init_subclass__"
+_IS_OUTSIDE = ContextVar("is_outside", default=False)
 
 
 @contextmanager
@@ -38,6 +40,16 @@ def patched(
     options = Options(Precision(precision), frozenset(kind for kind, is_on in asked.items() if is_on))
     with _Patch(options).in_place():
         yield
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Models that are made inside are the originals, even where all of it is inside of `patched`."""
+    before = _IS_OUTSIDE.set(True)
+    try:
+        yield
+    finally:
+        _IS_OUTSIDE.reset(before)
 
 
 @dataclass
@@ -78,7 +90,7 @@ class _Patch:
     def _redirected(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def construct(model: Any, *args: Any, **kwargs: Any) -> None:
-            if is_rewritten(type(model)):
+            if is_rewritten(type(model)) or _IS_OUTSIDE.get():
                 original(model, *args, **kwargs)
                 return
             model.__class__ = self.rewritten(type(model))
@@ -130,6 +142,14 @@ def _complete(kind: Any) -> None:
         elif not getattr(module.amax, "_is_hf_initialized", False):
             module.forget()
 
+    expand = kind.get_expanded_tied_weights_keys
+
+    def expanded(model: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
+        # By how names begin, the quantizer of a weight that is tied would be tied too.
+        found = expand(model, *args, **kwargs)
+        return {name: source for name, source in found.items() if not name.endswith("quantizer.amax")}
+
+    kind.get_expanded_tied_weights_keys = expanded
     kind._init_weights = initialize_weights
     kind._keys_to_ignore_on_load_missing = [*(kind._keys_to_ignore_on_load_missing or ()), r"quantizer\.amax$"]
     # Quantizers stand in the attention that is written out: any other would pass them by.
