@@ -23,8 +23,10 @@ ort = pytest.importorskip("onnxruntime")
 
 from hasten.bundle import open_bundle  # noqa: E402
 from hasten.core.errors import InputError, PlanError, StageError, UnsupportedError  # noqa: E402
+from hasten.core.variant import Precision  # noqa: E402
 from hasten.quantize import qdq  # noqa: E402
 from hasten.quantize.qdq.export import exported  # noqa: E402
+from hasten.quantize.qdq.quantizer import Quantizer  # noqa: E402
 from hasten.quantize.qdq.rules import misplaced  # noqa: E402
 
 ARCHITECTURES = [
@@ -210,6 +212,32 @@ def test_names_say_where_quantizers_stand(folder_of: Folders) -> None:
     ]
     with qdq.patched():
         assert list(qdq.quantizers(load(folder_of("bert")))) == names
+
+
+@pytest.mark.parametrize("channels", [None, 64])
+def test_modules_round_as_graphs_do(channels: int | None) -> None:
+    """To the same step each time, halfway between two of them and a digit beside it too."""
+    steps = torch.arange(-140, 140) + 0.5
+    ranges = torch.linspace(0.1, 9.0, 64)
+    halves = steps * (ranges / 127)[:, None]
+    values = torch.cat([halves, halves.nextafter(torch.tensor(torch.inf)), halves.nextafter(torch.tensor(-torch.inf))], 1)
+    for place in range(1 if channels else len(ranges)):
+        quantizer = Quantizer(Precision.INT8, channels)
+        quantizer.set_range(ranges if channels else ranges[place])
+        scale = (quantizer.amax / 127).numpy()
+        about = {"axis": 0} if channels else {}
+        names = ["values", "scale", "zero"]
+        nodes = [
+            onnx.helper.make_node("QuantizeLinear", names, ["bits"], **about),
+            onnx.helper.make_node("DequantizeLinear", ["bits", *names[1:]], ["back"], **about),
+        ]
+        taken, given = (onnx.helper.make_tensor_value_info(name, 1, values.shape) for name in ("values", "back"))
+        held = [onnx.numpy_helper.from_array(scale, "scale")]
+        held += [onnx.numpy_helper.from_array(np.zeros_like(scale, np.int8), "zero")]
+        graph = onnx.helper.make_graph(nodes, "pair", [taken], [given], held)
+        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+        [back] = ort.InferenceSession(model.SerializeToString()).run(None, {"values": values.numpy()})
+        np.testing.assert_array_equal(quantizer(values).numpy(), back)
 
 
 @pytest.mark.parametrize("architecture", ["bert", "deberta-v2", "distilbert"])

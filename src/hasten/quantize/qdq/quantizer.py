@@ -127,16 +127,19 @@ class Rounded(torch.autograd.Function):
 
 
 def rounded(values: Tensor, scale: Tensor, precision: Precision) -> Tensor:
-    """To the nearest number that eight bits hold, ties to even, and back."""
+    """To the nearest number that eight bits hold, ties to even, and back; in fp32, whatever the values are in.
+
+    Divided by the scale, as QuantizeLinear is defined. torch's own fake_quantize multiplies by its inverse: that is
+    another number in the last digit, here and there another step, and layer by layer more of them.
+    """
+    spread, limit = _spread(scale, values), LIMITS[precision]
+    divided = values.float() / spread
     if precision is Precision.FP8:
-        # In fp32, and cut off by hand: what is too large becomes NaN in float8.
-        spread, limit = _spread(scale, values), LIMITS[precision]
-        eight_bits = (values.float() / spread).clamp(-limit, limit).to(torch.float8_e4m3fn)
-        return (eight_bits.float() * spread).to(values.dtype)
-    zero_point = torch.zeros_like(scale, dtype=torch.int32)
-    if scale.dim():
-        return torch.fake_quantize_per_channel_affine(values, scale, zero_point, 0, -128, 127)
-    return torch.fake_quantize_per_tensor_affine(values, scale, zero_point, -128, 127)
+        # Cut off by hand: what is too large becomes NaN in float8.
+        divided = divided.clamp_(-limit, limit).to(torch.float8_e4m3fn).float()
+    else:
+        divided = divided.round_().clamp_(-limit - 1, limit)
+    return divided.mul_(spread).to(values.dtype)
 
 
 def _spread(scale: Tensor, values: Tensor) -> Tensor:
