@@ -220,7 +220,9 @@ def test_modules_round_as_graphs_do(channels: int | None) -> None:
     steps = torch.arange(-140, 140) + 0.5
     ranges = torch.linspace(0.1, 9.0, 64)
     halves = steps * (ranges / 127)[:, None]
-    values = torch.cat([halves, halves.nextafter(torch.tensor(torch.inf)), halves.nextafter(torch.tensor(-torch.inf))], 1)
+    values = torch.cat(
+        [halves, halves.nextafter(torch.tensor(torch.inf)), halves.nextafter(torch.tensor(-torch.inf))], 1
+    )
     for place in range(1 if channels else len(ranges)):
         quantizer = Quantizer(Precision.INT8, channels)
         quantizer.set_range(ranges if channels else ranges[place])
