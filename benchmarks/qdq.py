@@ -2,9 +2,11 @@
 
     python benchmarks/qdq.py accuracy --models DIR --data DIR --work DIR [--only sst2 wnut17] [--training-rows N]
     python benchmarks/qdq.py speed --work DIR [--only sst2 wnut17]
+    python benchmarks/qdq.py speed --bundle DIR --only sst2
 
-DIR with assemble.py, DIR with the labelled rows, DIR for the graphs that `accuracy` leaves to `speed`. Ranges, the
-search and the training see calibration rows alone; figures are of the others. Nothing else may run during `speed`.
+DIR with assemble.py, DIR with the labelled rows, DIR for the graphs that `accuracy` leaves to `speed`, as exported; or
+a bundle, whose graphs went through the passes of a build. Ranges, the search and the training see calibration rows
+alone; figures are of the others. Nothing else may run during `speed`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from hasten.backends.torch import ModuleSession
 from hasten.builder.export import export
 from hasten.builder.load import LoadedModel, load_model, save_tokenizer
 from hasten.builder.source import find_model
+from hasten.bundle import open_bundle
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Plan
 from hasten.core.progress import Silent
@@ -259,17 +262,25 @@ def accuracy(name: str, asked: argparse.Namespace, work: Path, save: Callable[[d
     Trial(STUDIES[name], loaded, tokenizer, asked.data, work, asked.training_rows, save).run()
 
 
-def speed(work: Path) -> dict[str, Any]:
+def graphs_of(bundle: Path) -> dict[str, Path]:
+    found = open_bundle(bundle)
+    names = {"fp32": "onnxruntime-fp32", "qdq": "onnxruntime-int8+qdq"}
+    return {name: found.artifact(found.entry(variant)).path() for name, variant in names.items()}
+
+
+def speed(graphs: dict[str, Path]) -> dict[str, Any]:
     """Turns alternate; a figure is the median of the ratios of rounds."""
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(work / "optimized.onnx")
-    sessions = {
-        "fp32": onnxruntime.InferenceSession(str(work / "fp32.onnx")),
-        "qdq": onnxruntime.InferenceSession(str(work / "qdq.onnx"), options),
-    }
-    kinds = Counter(node.op_type for node in onnx.load(work / "optimized.onnx").graph.node)
+    with tempfile.TemporaryDirectory() as folder:
+        options = onnxruntime.SessionOptions()
+        options.optimized_model_filepath = f"{folder}/optimized.onnx"
+        sessions = {
+            "fp32": onnxruntime.InferenceSession(str(graphs["fp32"])),
+            "qdq": onnxruntime.InferenceSession(str(graphs["qdq"]), options),
+        }
+        kinds = Counter(node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node)
     found: dict[str, Any] = {
-        "operators": {kind: count for kind, count in kinds.items() if "Mat" in kind or "Q" in kind}
+        "operators": {kind: count for kind, count in kinds.items() if "Mat" in kind or "Q" in kind},
+        "bytes": {name: graph.stat().st_size for name, graph in graphs.items()},
     }
     for rows, length in SHAPES:
         ids = np.random.default_rng(0).integers(1000, 20000, (rows, length)).astype(np.int32)
@@ -295,17 +306,21 @@ def main() -> None:
     parser.add_argument("what", choices=["accuracy", "speed"])
     parser.add_argument("--models", type=Path, help="directory with assemble.py")
     parser.add_argument("--data", type=Path, help="directory with the labelled rows")
-    parser.add_argument("--work", type=Path, required=True)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--work", type=Path)
+    where.add_argument("--bundle", type=Path, help="with onnxruntime-fp32 and onnxruntime-int8+qdq, for speed")
     parser.add_argument("--training-rows", type=int, help="of the calibration rows, where there is little time")
     parser.add_argument("--only", nargs="+", default=list(STUDIES), choices=list(STUDIES))
     asked = parser.parse_args()
     transformers.logging.disable_progress_bar()
     for name in asked.only:
-        save = partial(write, name, asked.what)
+        save = partial(write, name, asked.what if asked.bundle is None else f"{asked.what}, as built")
         if asked.what == "accuracy":
             accuracy(name, asked, asked.work / name, save)
+        elif asked.bundle is not None:
+            save(speed(graphs_of(asked.bundle)))
         else:
-            save(speed(asked.work / name))
+            save(speed({graph: asked.work / name / f"{graph}.onnx" for graph in ("fp32", "qdq")}))
 
 
 def write(name: str, what: str, found: dict[str, Any]) -> None:

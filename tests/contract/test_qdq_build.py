@@ -13,6 +13,7 @@ import pytest
 
 import hasten
 import tiny
+import tiny_writers
 from hasten.builder.inspect import inspect
 from hasten.bundle import Bundle
 from hasten.cli import main
@@ -223,6 +224,28 @@ def test_quantizers_that_no_bundle_runs_are_refused(fitted: Path, no_leftovers: 
         calibrate(model, [feeds_of(fitted, list(tiny.CORPUS))])
     with pytest.raises(UnsupportedError, match="round to fp8"):
         hasten.build(model, no_leftovers, tokenizer=tokenizer_of(fitted))
+
+
+def test_quantizers_where_no_variant_can_be_made_of_them_are_refused(
+    module: Any, fitted: Path, no_leftovers: Path
+) -> None:
+    import peft
+
+    tokenizer = tokenizer_of(fitted)
+    with pytest.raises(
+        UnsupportedError, match="in a BertForSequenceClassification, and sentence-similarity takes a Bert"
+    ):
+        hasten.build(module, no_leftovers, tokenizer=tokenizer, task="sentence-similarity", pooling="mean")
+    adapted = peft.get_peft_model(copy.deepcopy(module), peft.LoraConfig(target_modules=["query"]))
+    with pytest.raises(UnsupportedError, match="PeftModel has quantizers and adapters"):
+        hasten.build(adapted, no_leftovers, tokenizer=tokenizer)
+
+    words = tiny_writers.tokenizer(has_end=False)
+    with qdq.patched(), qdq.calibration("max") as calibrate:
+        writer = tiny_writers.module("llama")
+        calibrate(writer, [words(list(tiny.CORPUS), padding=True, return_tensors="pt")])
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM has quantizers, and of a model that writes"):
+        hasten.build(writer, no_leftovers, tokenizer=words)
 
 
 def test_a_directory_has_no_quantizers(fitted: Path, no_leftovers: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from hasten.builder.source import ModelDirectory, find_model
 from hasten.builder.stages import Staged
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
-from hasten.core.errors import AccuracyError, translate_os_errors
+from hasten.core.errors import AccuracyError, UnsupportedError, translate_os_errors
 from hasten.core.generation import WRITING
 from hasten.core.plan import Keep, Plan, Shapes
 from hasten.core.progress import Progress, Silent
@@ -95,6 +95,7 @@ class _Build(Staged):
             notes.append(f"{loaded.architecture} for {loaded.task.name}, up to {loaded.signature.max_length} tokens")
             notes += _kind_notes(model, loaded)
             if self.quantized is not None:
+                self._check_quantized(loaded)
                 notes.append(f"in float: its quantizers make {OF_QUANTIZERS}")
 
         with self.stage("reference") as notes:
@@ -230,6 +231,15 @@ class _Build(Staged):
         if model.graph is not None:
             return load_graph(model, self.plan, self._folder("given") / "model.onnx")
         return load_model(model, self.plan)
+
+    def _check_quantized(self, loaded: Original) -> None:
+        """A task may ask for another head than the one that quantizers stand in front of."""
+        kind = type(self.quantized).__name__
+        if kind != loaded.architecture:
+            raise UnsupportedError(
+                f"the quantizers stand in a {kind}, and {loaded.task.name} takes a {loaded.architecture}",
+                hint="leave task out, or quantize that one",
+            )
 
     def _shapes(self, loaded: Original, notes: list[str]) -> Shapes:
         limit = loaded.signature.max_length
