@@ -1,6 +1,7 @@
 """What quantizing by rewriting costs and gains: two real models, after calibration alone and after short training.
 
     python benchmarks/qdq.py accuracy --models DIR --data DIR --work DIR [--only sst2 wnut17] [--training-rows N]
+    python benchmarks/qdq.py calibration --models DIR --data DIR --work DIR [--only sst2 wnut17]
     python benchmarks/qdq.py speed --work DIR [--only sst2 wnut17]
     python benchmarks/qdq.py speed --bundle DIR --only sst2
 
@@ -97,6 +98,8 @@ class Trial:
     data: Path
     work: Path
     training_rows: int | None
+    # Calibrated in each way, and no further.
+    is_brief: bool
     save: Callable[[dict[str, Any]], None]
 
     @property
@@ -126,6 +129,8 @@ class Trial:
                 qdq.disable(self.model, *sums)
             self.save(result)
 
+        if self.is_brief:
+            return
         float_outputs = self._outputs(off=True)
 
         def closeness(_: Any) -> float:
@@ -259,7 +264,8 @@ def accuracy(name: str, asked: argparse.Namespace, work: Path, save: Callable[[d
         loaded = load_model(find_model(plan), plan)
     save_tokenizer(loaded, work / "tokenizer.json")
     tokenizer = Tokenizer.open(work / "tokenizer.json", loaded.tokenizer)
-    Trial(STUDIES[name], loaded, tokenizer, asked.data, work, asked.training_rows, save).run()
+    is_brief = asked.what == "calibration"
+    Trial(STUDIES[name], loaded, tokenizer, asked.data, work, asked.training_rows, is_brief, save).run()
 
 
 def graphs_of(bundle: Path) -> dict[str, Path]:
@@ -303,7 +309,7 @@ def speed(graphs: dict[str, Path]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["accuracy", "speed"])
+    parser.add_argument("what", choices=["accuracy", "calibration", "speed"])
     parser.add_argument("--models", type=Path, help="directory with assemble.py")
     parser.add_argument("--data", type=Path, help="directory with the labelled rows")
     where = parser.add_mutually_exclusive_group(required=True)
@@ -315,7 +321,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     for name in asked.only:
         save = partial(write, name, asked.what if asked.bundle is None else f"{asked.what}, as built")
-        if asked.what == "accuracy":
+        if asked.what != "speed":
             accuracy(name, asked, asked.work / name, save)
         elif asked.bundle is not None:
             save(speed(graphs_of(asked.bundle)))
