@@ -273,7 +273,7 @@ def speed(work: Path) -> dict[str, Any]:
     }
     for rows, length in SHAPES:
         ids = np.random.default_rng(0).integers(1000, 20000, (rows, length)).astype(np.int32)
-        feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+        feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
         times: dict[str, list[float]] = {name: [] for name in sessions}
         for turn in range(ROUNDS + 2):
             for name, session in sessions.items():
