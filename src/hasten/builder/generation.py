@@ -22,7 +22,7 @@ from hasten.builder.original import TASK, sample_of
 from hasten.builder.passes import record
 from hasten.builder.source import ModelDirectory, find_model
 from hasten.builder.stages import Staged
-from hasten.builder.written import Writer, load_writer
+from hasten.builder.written import Writer, load_writer, unknown_options
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
 from hasten.core.errors import AccuracyError, InputError
@@ -60,6 +60,9 @@ class GenerationBuild(Staged):
             tokenizer = Tokenizer.open(tokenizer_file, writer.tokenizer)
             check_tokenizer(tokenizer, writer.original_tokenizer)
             notes.append(f"{writer.architecture} for {writer.task}, a context of {writer.spec.context} tokens")
+            notes += [
+                f"its configuration asks for {option}, which is not done" for option in unknown_options(writer.module)
+            ]
 
         with self.stage("reference") as notes:
             prompts, texts = self._rows(writer, tokenizer)
