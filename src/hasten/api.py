@@ -15,6 +15,7 @@ from hasten.core.plan import Gate, Keep, Plan, Range, Shapes
 from hasten.core.progress import Progress
 from hasten.core.registry import did_you_mean
 from hasten.generation.generator import Generator, open_generator
+from hasten.generation.purpose import PURPOSES, is_purpose
 from hasten.predictor import Predictor, open_predictor
 from hasten.tasks import TASKS
 
@@ -22,8 +23,7 @@ from hasten.tasks import TASKS
 _ALIASES = {
     "ner": "token-classification",
     "sentiment-analysis": "text-classification",
-    "summarization": TEXT2TEXT_GENERATION,
-    "translation": TEXT2TEXT_GENERATION,
+    **dict.fromkeys(PURPOSES, TEXT2TEXT_GENERATION),
 }
 
 
@@ -150,7 +150,7 @@ def pipeline(
     progress: Progress | None = None,
 ) -> Predictor | Generator:
     """transformers' pipeline without transformers or PyTorch, and with the tasks that it lost: question answering,
-    summarization, translation.
+    summarization, translation (also as "translation_en_to_de", where a model translates between several languages).
 
     The model is a hub id, a directory or a bundle. What is not a bundle is built once, which does take PyTorch, and
     kept in the cache (`HASTEN_CACHE`): in fp32 unless another `precision` is named, the fastest that passes the gate
@@ -160,6 +160,8 @@ def pipeline(
     from hasten.on_demand import Wish, bundle_of, variant_of
 
     name, known = _ALIASES.get(task, task), (*TASKS.names(), *WRITING)
+    if is_purpose(task):
+        name = TEXT2TEXT_GENERATION
     if name not in known:
         raise PlanError(
             f"there is no task '{task}'{did_you_mean(task, known)}", hint=f"one of {', '.join((*known, *_ALIASES))}"
@@ -180,7 +182,7 @@ def pipeline(
     if own != name:
         raise PlanError(f"{model} is a bundle for {own}, not for {name}", hint=f"hasten.pipeline('{own}', …)")
     if bundle.manifest.generation is not None:
-        return open_generator(bundle, variant_of(bundle, choice), RunOptions(threads))
+        return open_generator(bundle, variant_of(bundle, choice), RunOptions(threads), task=task)
     return open_predictor(bundle, variant_of(bundle, choice), RunOptions(threads))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,3 +87,28 @@ def test_the_same_without_transformers(pair: Pair) -> None:
 def test_an_odd_way_to_stop_is_refused(pair: Pair) -> None:
     with pytest.raises(hasten.UnsupportedError, match="early_stopping='never'"):
         pair.ours.generate(**pair.inputs(PROMPTS), early_stopping="never")
+
+
+def test_summaries_and_translations(pair: Pair) -> None:
+    """As transformers' pipelines answered while it had them."""
+    with hasten.pipeline("summarization", pair.ours.bundle.path) as summarize:
+        (found,) = summarize(PROMPTS[0])
+    with hasten.pipeline("translation", pair.ours.bundle.path) as translate:
+        assert translate([PROMPTS[0]]) == [[{"translation_text": found["summary_text"]}]]
+
+
+@pytest.mark.slow
+def test_what_the_configuration_says_for_a_task(pair: Pair, tmp_path: Path, texts_file: Path) -> None:
+    folder = tmp_path / "several"
+    shutil.copytree(pair.folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    asked = {"prefix": "the dog: ", "num_beams": 1, "max_length": 9, "min_length": 3, "early_stopping": False}
+    config["task_specific_params"] = {"translation_en_to_de": asked}
+    (folder / "config.json").write_text(json.dumps(config))
+    with untimed():
+        translate = hasten.pipeline("translation_en_to_de", folder, data=texts_file, threads=1)
+    given = {name: value for name, value in asked.items() if name != "prefix"}
+    expected = pair.theirs.generate(**pair.inputs([f"the dog: {PROMPTS[0]}"]), **given)
+    text = pair.tokenizer.decode(expected[0], skip_special_tokens=True)
+    with translate:
+        assert translate(PROMPTS[0]) == [{"translation_text": text}]
