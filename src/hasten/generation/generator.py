@@ -18,7 +18,7 @@ from hasten.generation.options import sampling_of
 from hasten.generation.prompts import Prompt, read_prompt
 from hasten.generation.rows import Piece, Row
 from hasten.generation.writing import Writer
-from hasten.predictor import required, runnable
+from hasten.predictor import required, runnable, tell_other_machine
 
 # Texts that are written together; more of them wait.
 SLOTS = 8
@@ -135,10 +135,15 @@ class Generator(Closing):
 
 
 def open_generator(bundle: Bundle, variant: str | None, options: RunOptions, slots: int = SLOTS) -> Generator:
+    artifact = required(bundle, bundle.entry(variant)) if variant else runnable(bundle)
+    tell_other_machine(bundle, artifact)
+    return generator_of(bundle, artifact, options, slots)
+
+
+def generator_of(bundle: Bundle, artifact: Artifact, options: RunOptions, slots: int = SLOTS) -> Generator:
     spec = bundle.manifest.generation
     if spec is None:
         raise UnsupportedError(f"{bundle.path} holds a model for {bundle.manifest.task.name}, which writes nothing")
-    artifact = required(bundle, bundle.entry(variant)) if variant else runnable(bundle)
     return Generator(spec, bundle.tokenizer(), open_decoder(artifact, options, slots))
 
 
