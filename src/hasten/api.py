@@ -8,7 +8,7 @@ from typing import Literal
 
 from hasten.backends import RunOptions
 from hasten.bundle import Bundle, open_bundle
-from hasten.core.errors import PlanError, UnsupportedError
+from hasten.core.errors import PlanError
 from hasten.core.generation import TEXT2TEXT_GENERATION, WRITING
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Gate, Keep, Plan, Range, Shapes
@@ -120,17 +120,13 @@ def load(
     Strict: the fastest that proves here, on the bundle's reference answers, that it answers like the original.
     """
     bundle, options = open_bundle(path), RunOptions(threads)
-    if bundle.manifest.generation is not None:
-        if strict:
-            raise UnsupportedError(
-                "a model that writes is proven when it is built, and not yet when it is loaded", hint="without strict"
-            )
-        return open_generator(bundle, variant, options)
-    if not strict:
-        return open_predictor(bundle, variant, options)
-    from hasten.measure.strict import open_proven
+    if strict:
+        from hasten.measure.strict import open_proven
 
-    return open_proven(bundle, variant, options)
+        return open_proven(bundle, variant, options)
+    if bundle.manifest.generation is not None:
+        return open_generator(bundle, variant, options)
+    return open_predictor(bundle, variant, options)
 
 
 def pipeline(

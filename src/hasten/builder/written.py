@@ -13,6 +13,7 @@ from hasten.builder.source import ModelDirectory
 from hasten.core.errors import HastenError, StageError, UnsupportedError, missing_package
 from hasten.core.generation import TEXT2TEXT_GENERATION, TEXT_GENERATION, GenerationSpec, Sampling
 from hasten.core.plan import Plan
+from hasten.core.tensors import BATCH, SEQUENCE, DType, Signature, TensorSpec
 from hasten.core.tokenizer import TokenizerSpec
 
 CLASSES = {TEXT_GENERATION: "AutoModelForCausalLM", TEXT2TEXT_GENERATION: "AutoModelForSeq2SeqLM"}
@@ -44,6 +45,14 @@ class Writer:
     @property
     def has_encoder(self) -> bool:
         return self.task == TEXT2TEXT_GENERATION
+
+    @property
+    def signature(self) -> Signature:
+        return Signature(
+            inputs=(TensorSpec("input_ids", DType.INT32, (BATCH, SEQUENCE), self.tokenizer.pad_id),),
+            outputs=(TensorSpec("logits", DType.FLOAT32, (BATCH, self.spec.vocabulary)),),
+            max_length=self.spec.context,
+        )
 
 
 def load_writer(model: ModelDirectory, task: str, plan: Plan) -> Writer:

@@ -19,7 +19,7 @@ from hasten.generation.prompts import Prompt, read_prompt
 from hasten.generation.purpose import WRITE, Purpose, purpose_of
 from hasten.generation.rows import Piece, Row
 from hasten.generation.writing import Writer
-from hasten.predictor import required, runnable
+from hasten.predictor import required, runnable, tell_other_machine
 
 # Texts that are written together; more of them wait.
 SLOTS = 8
@@ -141,15 +141,18 @@ class Generator(Closing):
         self.decoder.close()
 
 
-def open_generator(
-    bundle: Bundle, variant: str | None, options: RunOptions, slots: int = SLOTS, task: str = ""
-) -> Generator:
+def open_generator(bundle: Bundle, variant: str | None, options: RunOptions, task: str = "") -> Generator:
     """For a task of its own, such as summarization, or just to write."""
+    artifact = required(bundle, bundle.entry(variant)) if variant else runnable(bundle)
+    tell_other_machine(bundle, artifact)
+    return generator_of(bundle, artifact, options, task)
+
+
+def generator_of(bundle: Bundle, artifact: Artifact, options: RunOptions, task: str = "") -> Generator:
     spec = bundle.manifest.generation
     if spec is None:
         raise UnsupportedError(f"{bundle.path} holds a model for {bundle.manifest.task.name}, which writes nothing")
-    artifact = required(bundle, bundle.entry(variant)) if variant else runnable(bundle)
-    return Generator(spec, bundle.tokenizer(), open_decoder(artifact, options, slots), purpose_of(task, bundle))
+    return Generator(spec, bundle.tokenizer(), open_decoder(artifact, options, SLOTS), purpose_of(task, bundle))
 
 
 def open_decoder(artifact: Artifact, options: RunOptions, slots: int) -> Decoder:
