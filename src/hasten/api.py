@@ -8,13 +8,14 @@ from typing import Literal
 
 from hasten.backends import RunOptions
 from hasten.bundle import Bundle, open_bundle
-from hasten.core.errors import PlanError, UnsupportedError
+from hasten.core.errors import PlanError
 from hasten.core.generation import TEXT2TEXT_GENERATION, WRITING
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Gate, Keep, Plan, Range, Shapes
 from hasten.core.progress import Progress
 from hasten.core.registry import did_you_mean
 from hasten.generation.generator import Generator, open_generator
+from hasten.generation.purpose import PURPOSES, is_purpose
 from hasten.predictor import Predictor, open_predictor
 from hasten.tasks import TASKS
 
@@ -22,8 +23,7 @@ from hasten.tasks import TASKS
 _ALIASES = {
     "ner": "token-classification",
     "sentiment-analysis": "text-classification",
-    "summarization": TEXT2TEXT_GENERATION,
-    "translation": TEXT2TEXT_GENERATION,
+    **dict.fromkeys(PURPOSES, TEXT2TEXT_GENERATION),
 }
 
 
@@ -121,17 +121,13 @@ def load(
     Strict: the fastest that proves here, on the bundle's reference answers, that it answers like the original.
     """
     bundle, options = open_bundle(path), RunOptions(threads)
-    if bundle.manifest.generation is not None:
-        if strict:
-            raise UnsupportedError(
-                "a model that writes is proven when it is built, and not yet when it is loaded", hint="without strict"
-            )
-        return open_generator(bundle, variant, options)
-    if not strict:
-        return open_predictor(bundle, variant, options)
-    from hasten.measure.strict import open_proven
+    if strict:
+        from hasten.measure.strict import open_proven
 
-    return open_proven(bundle, variant, options)
+        return open_proven(bundle, variant, options)
+    if bundle.manifest.generation is not None:
+        return open_generator(bundle, variant, options)
+    return open_predictor(bundle, variant, options)
 
 
 def pipeline(
@@ -151,7 +147,7 @@ def pipeline(
     progress: Progress | None = None,
 ) -> Predictor | Generator:
     """transformers' pipeline without transformers or PyTorch, and with the tasks that it lost: question answering,
-    summarization, translation.
+    summarization, translation (also as "translation_en_to_de", where a model translates between several languages).
 
     The model is a hub id, a directory or a bundle. What is not a bundle is built once, which does take PyTorch, and
     kept in the cache (`HASTEN_CACHE`): in fp32 unless another `precision` is named, the fastest that passes the gate
@@ -161,6 +157,8 @@ def pipeline(
     from hasten.on_demand import Wish, bundle_of, variant_of
 
     name, known = _ALIASES.get(task, task), (*TASKS.names(), *WRITING)
+    if is_purpose(task):
+        name = TEXT2TEXT_GENERATION
     if name not in known:
         raise PlanError(
             f"there is no task '{task}'{did_you_mean(task, known)}", hint=f"one of {', '.join((*known, *_ALIASES))}"
@@ -181,7 +179,7 @@ def pipeline(
     if own != name:
         raise PlanError(f"{model} is a bundle for {own}, not for {name}", hint=f"hasten.pipeline('{own}', …)")
     if bundle.manifest.generation is not None:
-        return open_generator(bundle, variant_of(bundle, choice), RunOptions(threads))
+        return open_generator(bundle, variant_of(bundle, choice), RunOptions(threads), task=task)
     return open_predictor(bundle, variant_of(bundle, choice), RunOptions(threads))
 
 

@@ -80,7 +80,7 @@ def describe_truncation(encoded: Encoded, max_length: int) -> str:
 
 def open_predictor(bundle: Bundle, variant: str | None, options: RunOptions) -> Predictor:
     artifact = required(bundle, bundle.entry(variant)) if variant else runnable(bundle)
-    _tell_other_machine(bundle, artifact)
+    tell_other_machine(bundle, artifact)
     return Predictor(bundle.manifest.task, bundle.tokenizer(), open_session(artifact, options))
 
 
@@ -137,7 +137,7 @@ def _tell(passed_over: Sequence[tuple[str, Support]], then: str = "") -> None:
         logger.warning("passing over %s, which does not run here: %s%s%s", name, support.reason, hint, then)
 
 
-def _tell_other_machine(bundle: Bundle, artifact: Artifact) -> None:
+def tell_other_machine(bundle: Bundle, artifact: Artifact) -> None:
     """Where other instructions or another version of the runtime may compute otherwise; a note for who looks for it."""
     built, here = bundle.manifest.machine, this_machine()
     packages = BACKENDS.get(artifact.variant.backend).requires

@@ -129,7 +129,7 @@ def test_stop_strings(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "reason"),
     [
-        ({"no_repeat_ngram_size": 2}, UnsupportedError, "'no_repeat_ngram_size' is not taken"),
+        ({"typical_p": 0.5}, UnsupportedError, "'typical_p' is not taken"),
         ({"num_return_sequences": 2}, UnsupportedError, "2 sequences of one prompt without sampling"),
         ({"num_beams": 2, "do_sample": True}, UnsupportedError, "beams that are drawn"),
         ({"eos_token_id": 0}, UnsupportedError, "end with the tokens"),

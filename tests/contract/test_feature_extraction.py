@@ -144,7 +144,7 @@ def test_a_model_with_a_head_can_be_asked_for_its_vectors(tiny_model: Any, quick
 def test_a_bundle_holds_no_more_answers_than_it_should(tiny_model: Any, quick_build: Any, monkeypatch: Any) -> None:
     """Vectors of all tokens of the built-in sample are large; the first rows prove as much."""
     from hasten.core.progress import Silent
-    from hasten.measure.verify import reverify
+    from hasten.measure.reverify import reverify
 
     monkeypatch.setattr("hasten.builder.build._STORED_REFERENCE_BYTES", 2**18)
     bundle = quick_build(tiny_model("bert", "Model"), variants=["onnxruntime-fp32"], data=None)

@@ -399,7 +399,7 @@ def test_an_embedder_that_names_the_class_it_was_pretrained_as_is_one(
 
 def test_a_bundle_is_judged_on_labelled_masks(tiny_model: Any, quick_build: Any, tmp_path: Path) -> None:
     from hasten.core.progress import Silent
-    from hasten.measure.verify import reverify
+    from hasten.measure.reverify import reverify
 
     rows = [
         {"text": "the [MASK] sat", "label": "cat"},

@@ -279,3 +279,14 @@ def test_a_gate_that_no_variant_passes_leaves_nothing(tmp_path: Path) -> None:
         hasten.build(folder, tmp_path / "bundle", variants="onnxruntime-int4", min_agreement=1.0)
     assert [candidate.variant for candidate in told.value.candidates] == ["onnxruntime-int4"]
     assert not (tmp_path / "bundle").exists()
+
+
+def test_what_nobody_does_is_named() -> None:
+    from types import SimpleNamespace
+
+    from transformers import GenerationConfig
+
+    from hasten.builder.written import unknown_options
+
+    told = GenerationConfig(num_beams=2, early_stopping=True, typical_p=0.5, guidance_scale=1.5, epsilon_cutoff=0.0)
+    assert sorted(unknown_options(SimpleNamespace(generation_config=told))) == ["guidance_scale=1.5", "typical_p=0.5"]

@@ -46,11 +46,6 @@ def test_load_gives_what_writes(bundle: Path, answer: str) -> None:
         assert write(PROMPT, max_tokens=2) != write(PROMPT)
 
 
-def test_strict_says_that_it_cannot(bundle: Path) -> None:
-    with pytest.raises(UnsupportedError, match="a model that writes is proven when it is built"):
-        hasten.load(bundle, strict=True)
-
-
 def test_where_nothing_runs_there_is_no_graph_to_fall_back_to(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = BACKENDS.get("onnxruntime")
     monkeypatch.setattr(type(runtime), "probe", lambda *_: Support.no("it is Sunday"))

@@ -408,7 +408,7 @@ def test_an_outline_knows_that_a_graph_comes_quantized(quantized: Path, texts_fi
 def test_a_quantized_graph_is_its_own_reference(quantized: Path, quick_build: Any, corpus: tuple[str, ...]) -> None:
     """Compared with what was given, not with the fp32 model nobody has; its rows mind their company, and may."""
     from hasten.core.plan import Gate
-    from hasten.measure.verify import reverify
+    from hasten.measure.reverify import reverify
 
     bundle = quick_build(quantized, file_name="model_quantized.onnx", keep="all")
     rows = {row.variant: row for row in bundle.report.candidates}

@@ -103,7 +103,7 @@ def test_a_bundle_from_before_is_judged_once(built: Bundle, labelled: Path) -> N
     from hasten.core.plan import Gate
     from hasten.core.progress import Silent
     from hasten.measure.data import read_rows
-    from hasten.measure.verify import reverify
+    from hasten.measure.reverify import reverify
 
     entries = tuple(replace(entry, depends_on_batch=False) for entry in built.manifest.variants)
     old = replace(built, manifest=replace(built.manifest, variants=entries))

@@ -171,7 +171,7 @@ def test_a_bundle_is_built_on_the_built_in_sample_and_verified(
 ) -> None:
     from hasten.core.progress import Silent
     from hasten.measure.data import read_rows
-    from hasten.measure.verify import reverify
+    from hasten.measure.reverify import reverify
 
     variants = ["onnxruntime-fp32", "openvino-fp32"]
     model = tiny_model("bert", "ForMultipleChoice")

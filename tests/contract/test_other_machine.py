@@ -22,7 +22,7 @@ from hasten.core.hardware import this_machine
 from hasten.core.plan import Gate
 from hasten.core.progress import Silent
 from hasten.core.report import Status
-from hasten.measure.verify import reverify
+from hasten.measure.reverify import reverify
 
 FAST, SLOW = "onnxruntime-fp32", "openvino-fp32"
 INT8 = "onnxruntime-int8"

@@ -263,7 +263,7 @@ def test_whatever_is_asked(answerers: Any, name: str, payload: list[dict[str, st
 
 def test_a_built_bundle_is_judged_by_right_answers(saved: Any, quick_build: Any, tmp_path: Path) -> None:
     from hasten.core.progress import Silent
-    from hasten.measure.verify import reverify
+    from hasten.measure.reverify import reverify
 
     rows = [
         {"question": question, "context": context, "answers": {"text": [context], "answer_start": [0]}}

@@ -67,7 +67,7 @@ def text_of(here: Generator, prompt: Any, **options: Any) -> str:
 
 def test_one_that_does_not_write_like_the_original_is_not_served(writer_bundle: Bundle, tmp_path: Path) -> None:
     manifest, reference = writer_bundle.manifest, writer_bundle.reference()
-    wrong = [{**row, "tokens": [5] * 32} for row in reference.rows]
+    wrong = [{**row, "tokens": [5] * 32} if "tokens" in row else row for row in reference.rows]
     with BundleWriter(tmp_path / "wrong") as writer:
         writer.add_variant(writer_bundle.artifact(manifest.chosen))
         writer.add_tokenizer(writer_bundle.path / TOKENIZER)

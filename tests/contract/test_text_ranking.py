@@ -20,7 +20,7 @@ import hasten
 from hasten.core.errors import InputError
 from hasten.core.progress import Silent
 from hasten.core.ranking import average_precision, ndcg, reciprocal_rank
-from hasten.measure.verify import reverify
+from hasten.measure.reverify import reverify
 from hasten.predictor import Predictor
 
 LONG = "the cat sat on the mat and a dog ran across the green field " * 12

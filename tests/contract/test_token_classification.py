@@ -186,7 +186,7 @@ def test_what_is_no_text_is_an_input_error(taggers: Any, payload: object) -> Non
 
 def test_a_built_bundle_is_judged_on_labelled_words(tiny_tagger: Any, quick_build: Any, tmp_path: Path) -> None:
     from hasten.core.progress import Silent
-    from hasten.measure.verify import reverify
+    from hasten.measure.reverify import reverify
 
     rows = [{"tokens": words, "tags": ["B-PER"] + ["O"] * (len(words) - 1)} for words in SENTENCES]
     file = tmp_path / "rows.jsonl"

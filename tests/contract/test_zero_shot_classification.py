@@ -19,7 +19,7 @@ import hasten
 from hasten.core.errors import InputError
 from hasten.core.progress import Silent
 from hasten.measure.data import read_rows
-from hasten.measure.verify import reverify
+from hasten.measure.reverify import reverify
 from hasten.predictor import Predictor
 
 ARCHITECTURES = ("bert", "roberta")

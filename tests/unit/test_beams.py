@@ -11,7 +11,7 @@ import pytest
 
 import writers
 from hasten.core.errors import InputError
-from hasten.core.generation import Finish, Sampling
+from hasten.core.generation import Finish, GenerationSpec, Sampling
 from hasten.generation.beams import BeamSearch
 from hasten.generation.options import sampling_of
 from hasten.generation.rows import Piece, Row
@@ -45,6 +45,10 @@ def expected(prompt: tuple[int, ...], sampling: Sampling, ends: tuple[int, ...])
             do_sample=False,
             length_penalty=sampling.length_penalty,
             repetition_penalty=sampling.repetition_penalty,
+            no_repeat_ngram_size=sampling.no_repeat_ngram_size,
+            bad_words_ids=[list(word) for word in sampling.bad_words_ids] or None,
+            early_stopping=sampling.early_stopping,
+            min_new_tokens=sampling.min_tokens or None,
             max_new_tokens=sampling.max_tokens,
             eos_token_id=list(ends),
         )[0]
@@ -84,6 +88,11 @@ def written(
         {"beams": 3, "length_penalty": 2.5},
         {"beams": 4, "length_penalty": -1.0},
         {"beams": 3, "repetition_penalty": 1.5},
+        {"beams": 3, "early_stopping": True},
+        {"beams": 4, "early_stopping": True, "length_penalty": 2.0},
+        {"beams": 3, "no_repeat_ngram_size": 2},
+        {"beams": 3, "min_tokens": 6, "no_repeat_ngram_size": 1},
+        {"beams": 3, "bad_words_ids": [[7], [30, 12], *([token] for token in range(100, 200))]},
     ],
     ids=str,
 )
@@ -113,7 +122,7 @@ def test_a_search_is_told_once_at_its_end_and_leaves_no_slot_taken() -> None:
 
 def test_beams_that_go_on_stay_where_they_are() -> None:
     """A copy of what was read is the dear part: as many as there are beams that share a beginning, and no more."""
-    search = BeamSearch(Sampling(6, beams=3), (1,), (0,))
+    search = BeamSearch(Sampling(6, beams=3), (1,), GenerationSpec(writers.CONTEXT, 50, (0,)))
     random = np.random.default_rng(0)
     assert search.advance(random.standard_normal((1, 50)).astype(np.float32)) == [0, 0, 0]
     decoder = writers.PlainDecoder(module(), 3)

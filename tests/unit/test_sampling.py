@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hasten.core.errors import InputError
 from hasten.core.generation import Sampling
 from hasten.generation.options import sampling_of
-from hasten.generation.sampling import Chooser, candidates, largest, penalized
+from hasten.generation.rules import Rules, penalized
+from hasten.generation.sampling import Chooser, candidates, largest
 
 DRAWN = Sampling(temperature=1.0)
 
@@ -202,3 +203,56 @@ def test_what_is_not_asked_for_is_the_models_own() -> None:
     assert sampling_of(Sampling(beams=4), {"temperature": 0.5}).beams == 1
     assert sampling_of(Sampling(beams=4), {"temperature": 0}).beams == 4
     assert sampling_of(Sampling(temperature=1.0, beams=4), {}).beams == 1
+
+
+@given(
+    before=st.lists(st.integers(0, 7), max_size=12),
+    written=st.lists(st.integers(0, 7), max_size=12),
+    size=st.integers(1, 4),
+    words=st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3), min_size=1, max_size=4),
+    least=st.integers(1, 14),
+)
+def test_what_may_not_come_is_what_transformers_forbids(
+    before: list[int], written: list[int], size: int, words: list[list[int]], least: int
+) -> None:
+    import torch
+    from transformers import generation as them
+
+    before = before or [0]  # generate never begins with nothing
+    sampling = Sampling(
+        no_repeat_ngram_size=size, bad_words_ids=tuple(map(tuple, words)), min_tokens=least, repetition_penalty=1.3
+    )
+    logits = np.random.default_rng(0).standard_normal(10).astype(np.float32)
+    ends = torch.tensor([8, 9])
+    steps = them.LogitsProcessorList(
+        [
+            them.RepetitionPenaltyLogitsProcessor(1.3),
+            them.NoRepeatNGramLogitsProcessor(size),
+            them.NoBadWordsLogitsProcessor(words),
+            them.MinNewTokensLengthLogitsProcessor(len(before), least, ends),
+        ]
+    )
+    expected = steps(torch.tensor([before + written]), torch.tensor(logits)[None])[0].numpy()
+    np.testing.assert_allclose(Rules(sampling, before, (8, 9))(logits, written), expected, rtol=1e-6)
+
+
+def test_logits_are_left_alone() -> None:
+    logits = np.zeros(4, np.float32)
+    assert Rules(Sampling(), (1, 2), (3,))(logits, (1,)) is logits
+    Rules(Sampling(min_tokens=2), (), (3,))(logits, ())
+    assert logits.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"bad_words_ids": [1]}, "bad_words_ids is .1.; it must be a list of lists of token ids"),
+        ({"bad_words_ids": [[]]}, "a list of lists"),
+        ({"early_stopping": "never"}, "early_stopping is 'never'; it must be true or false"),
+        ({"min_tokens": -1}, "min_tokens is -1"),
+        ({"min_new_tokens": 3}, "there is no option 'min_new_tokens'"),
+    ],
+)
+def test_rules_that_are_none(asked: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        sampling_of(Sampling(), asked)

@@ -7,39 +7,37 @@ model ─load─▶ module ─export─▶ graph with a cache ─┬────
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-
-import numpy as np
 
 from hasten.backends import BACKENDS, DECODER, Artifact, Decodes, RunOptions, Source
 from hasten.builder.check import check_tokenizer
 from hasten.builder.choose import explain, front, rank
-from hasten.builder.load import quiet_libraries, save_configurations, save_tokenizer
-from hasten.builder.original import TASK, sample_of
+from hasten.builder.load import save_configurations, save_tokenizer
+from hasten.builder.original import ORIGINAL, sample_of, save_original
+from hasten.builder.paces import time_writing
 from hasten.builder.passes import record
 from hasten.builder.source import ModelDirectory, find_model
 from hasten.builder.stages import Staged
-from hasten.builder.written import Writer, load_writer
+from hasten.builder.written import Writer, load_writer, unknown_options
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
-from hasten.core.errors import AccuracyError, InputError
+from hasten.core.errors import AccuracyError
 from hasten.core.plan import Keep
-from hasten.core.report import Bench, Candidate, Report, Status, Verdict
-from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, IntArray, Shape, Signature, TensorSpec
+from hasten.core.report import Candidate, Report, Status, Verdict
+from hasten.core.tensors import IntArray, Shape, Signature
 from hasten.core.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
 from hasten.core.version import __version__
-from hasten.measure.bench import bench
-from hasten.measure.data import Data, sample_texts
-from hasten.measure.writing import Sample, judge_decoder
+from hasten.measure.data import sample_texts
+from hasten.measure.rows import SAMPLE, naming
+from hasten.measure.writing import Sample, judge_decoder, perplexity
+from hasten.measure.writing_reference import TextColumn, as_batch, encoded, texts_of, to_reference
 from hasten.quantize.written import BLOCKS, quantize_written
 from hasten.tasks import TaskSpec
 
 _WRITER = "onnxruntime"
-_BASELINE = Variant("torch", Precision.FP32)
 # What is judged: answers of so many tokens to so many prompts, and texts for the perplexity.
 _PROMPTS, _PROMPT_TOKENS, _ANSWER_TOKENS = 8, 24, 32
 _TEXTS, _TEXT_TOKENS = 16, 64
@@ -60,17 +58,20 @@ class GenerationBuild(Staged):
             tokenizer = Tokenizer.open(tokenizer_file, writer.tokenizer)
             check_tokenizer(tokenizer, writer.original_tokenizer)
             notes.append(f"{writer.architecture} for {writer.task}, a context of {writer.spec.context} tokens")
+            notes += [
+                f"its configuration asks for {option}, which is not done" for option in unknown_options(writer.module)
+            ]
 
         with self.stage("reference") as notes:
             prompts, texts = self._rows(writer, tokenizer)
             sample = sample_of(writer.module, prompts, texts, _ANSWER_TOKENS, writer.spec.start_ids)
             notes.append(f"{len(sample.answers)} answers by transformers' generate")
             if sample.metric is not None:
-                notes.append(f"perplexity {sample.metric.also['perplexity']:.3f}")
+                notes.append(perplexity(sample.metric))
 
         with self.stage("export") as notes:
             graphs, exported = self._export(writer, sample, notes)
-        signature = _signature(writer)
+        signature = writer.signature
 
         with self.stage("verify") as notes:
             artifacts: dict[Variant, Artifact] = {}
@@ -95,17 +96,25 @@ class GenerationBuild(Staged):
 
         with self.stage("benchmark") as notes:
             shapes = self._shapes(writer)
-            contenders = [self._baseline(writer, signature), *(artifacts[variant] for variant in passed)]
-            batch = _as_batch(prompts)
-            read = self._bench(contenders, shapes[:1], batch, "read", 0.25)
-            wrote = self._bench(contenders, shapes, batch, "write", 0.75)
-            tokens = shapes[0].sequence
+            original = save_original(writer, self.work / ORIGINAL.name)
+            contenders = [original, *(artifacts[variant] for variant in passed)]
+            batch = as_batch(prompts)
+            paces = time_writing(
+                contenders,
+                shapes,
+                batch,
+                budget_s=self.plan.bench_budget_s,
+                threads=self.plan.threads,
+                progress=self.progress,
+            )
+            wrote, tokens = paces.writing, shapes[0].sequence
             notes += [
-                f"{timing.variant} reads {timing.sentences_per_s * tokens:.0f} tokens/s" for timing in read.timings
+                f"{timing.variant} reads {timing.sentences_per_s * tokens:.0f} tokens/s"
+                for timing in paces.reading.timings
             ]
             ranking = rank(wrote, shapes[0], list(passed))
 
-        refused.insert(0, Candidate(_BASELINE.name, Status.BASELINE, "the original"))
+        refused.insert(0, Candidate(ORIGINAL.name, Status.BASELINE, "the original"))
         candidates = (*explain(ranking, wrote, shapes[0], passed), *refused)
         report = Report(
             plan=self.plan,
@@ -125,20 +134,17 @@ class GenerationBuild(Staged):
                 bundle.add_variant(artifacts[variant])
             bundle.add_tokenizer(tokenizer_file)
             bundle.add_configurations(configurations)
-            rows = [{"input_ids": row.prompt.tolist(), "tokens": row.tokens.tolist()} for row in sample.answers]
-            bundle.add_reference(rows, {"logits": np.stack([answer.logits[0] for answer in sample.answers])})
+            bundle.add_reference(*to_reference(sample))
             bundle.add_report(report)
             entries = [_entry(artifacts[variant], passed[variant]) for variant in kept]
             return bundle.commit(self._manifest(model, writer, signature, entries))
 
     def _rows(self, writer: Writer, tokenizer: Tokenizer) -> tuple[list[IntArray], list[IntArray]]:
         """Beginnings to go on from, or whole texts for an encoder to read, and texts to find likely."""
-        rows = _texts(self.given.data) if self.given.data is not None else sample_texts()
-        most = min(writer.spec.context - 1, _TEXT_TOKENS)
-        batch = tokenizer.encode(rows).batch
-        whole = [row for row in np.split(batch.values["input_ids"], np.cumsum(batch.lengths)[:-1]) if len(row) > 1]
-        if not whole:
-            raise InputError("the data has no text of more than one token")
+        data, most = self.given.data, min(writer.spec.context - 1, _TEXT_TOKENS)
+        given = data.rows if data is not None else ()
+        with naming(self.plan.data or SAMPLE, TextColumn(writer.task), given):
+            whole, _ = encoded(texts_of(given) if data is not None else sample_texts(), tokenizer)
         # The longest first would be of one kind: every so many, of the order they come in.
         chosen = whole[:: max(1, len(whole) // _TEXTS)][:_TEXTS]
         prompts = chosen[:_PROMPTS]
@@ -164,10 +170,13 @@ class GenerationBuild(Staged):
                 graphs = export_encoder_decoder(writer.module, folder, writer.spec.start_ids, limits)
             else:
                 export_decoder(writer.module, graphs[DECODER], used)
-            verdict = self._judge(_lying(graphs, _signature(writer)), sample)
+            verdict = self._judge(_lying(graphs, writer.signature), sample)
             if verdict.passed:
                 names = self.about.contenders
-                self.passes += [record("export", None, file, variants=names) for file in graphs.values()]
+                self.passes += [
+                    record("export", None, file, variants=names, notes=_which(name, graphs))
+                    for name, file in graphs.items()
+                ]
                 notes.append("attention with a cache" + (", positions rotated in it" if used is not None else ""))
                 return graphs, verdict
         assert verdict is not None
@@ -178,7 +187,10 @@ class GenerationBuild(Staged):
             folder = self.work / f"{variant.name}-graph"
             folder.mkdir()
             made = quantize_written(graphs, folder, BLOCKS[variant.precision])
-            self.passes += [record("quantize", graphs[name], made[name], variants=[variant.name]) for name in graphs]
+            self.passes += [
+                record("quantize", graphs[name], made[name], variants=[variant.name], notes=_which(name, graphs))
+                for name in graphs
+            ]
             graphs = made
         folder = self.work / variant.name
         folder.mkdir()
@@ -198,28 +210,6 @@ class GenerationBuild(Staged):
         asked = self.plan.shapes
         length = max(1, min(asked.sequence.opt, writer.spec.context // 2))
         return list(dict.fromkeys((Shape(1, length), Shape(asked.batch.opt, length))))
-
-    def _baseline(self, writer: Writer, signature: Signature) -> Artifact:
-        folder = self.work / _BASELINE.name
-        with quiet_libraries():
-            writer.module.save_pretrained(folder)
-        return Artifact(_BASELINE, signature, folder, {TASK: writer.task})
-
-    def _bench(
-        self, contenders: Sequence[Artifact], shapes: Sequence[Shape], rows: Batch, what: str, share: float
-    ) -> Bench:
-        lane = (sys.executable, "-m", "hasten.measure.writing_lane", what)
-        commands = {artifact.variant.name: lane for artifact in contenders}
-        commands[_BASELINE.name] = (sys.executable, "-m", "hasten.builder.original", what)
-        return bench(
-            contenders,
-            shapes,
-            rows,
-            budget_s=share * self.plan.bench_budget_s,
-            threads=self.plan.threads,
-            commands=commands,
-            progress=self.progress,
-        )
 
     def _manifest(
         self, model: ModelDirectory, writer: Writer, signature: Signature, kept: Sequence[VariantEntry]
@@ -242,18 +232,15 @@ class GenerationBuild(Staged):
         )
 
 
-def _signature(writer: Writer) -> Signature:
-    return Signature(
-        inputs=(TensorSpec("input_ids", DType.INT32, (BATCH, SEQUENCE), writer.tokenizer.pad_id),),
-        outputs=(TensorSpec("logits", DType.FLOAT32, (BATCH, writer.spec.vocabulary)),),
-        max_length=writer.spec.context,
-    )
-
-
 def _lying(graphs: dict[str, Path], signature: Signature) -> Artifact:
     """Graphs in fp32 where they lie."""
     names = {name: file.name for name, file in graphs.items()}
     return Artifact(Variant(_WRITER, Precision.FP32), signature, graphs[DECODER].parent, names)
+
+
+def _which(name: str, graphs: Mapping[str, Path]) -> list[str]:
+    """Of several graphs, the one that a pass went over."""
+    return [f"the {name}"] if len(graphs) > 1 else []
 
 
 def _entry(artifact: Artifact, verdict: Verdict) -> VariantEntry:
@@ -268,17 +255,6 @@ def _entry(artifact: Artifact, verdict: Verdict) -> VariantEntry:
         agreement=verdict.agreement,
         metric=verdict.metric,
     )
-
-
-def _texts(data: Data) -> list[str]:
-    texts = [row["text"] for row in data.rows if isinstance(row.get("text"), str)]
-    if not texts:
-        raise InputError(f"{data.name} has no texts", hint='rows with a "text", or --columns text=NAME')
-    return [str(text) for text in texts]
-
-
-def _as_batch(rows: Sequence[IntArray]) -> Batch:
-    return Batch({"input_ids": np.concatenate(rows)}, np.array([len(row) for row in rows], np.int32))
 
 
 def _now() -> str:

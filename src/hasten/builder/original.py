@@ -7,17 +7,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hasten.backends import Artifact
 from hasten.builder.load import quiet_libraries
+from hasten.builder.written import CLASSES, Writer
 from hasten.core.tensors import FloatArray, IntArray
+from hasten.core.variant import Precision, Variant
 from hasten.measure.lane import Opening
-from hasten.measure.writing import Answered, Read, Sample, log_likelihoods
+from hasten.measure.writing import Answered, Read, Sample, likelihood, log_likelihoods
 from hasten.measure.writing_lane import serve
 
-TASK = "task"
+ORIGINAL = Variant("torch", Precision.FP32)
+# Beside its weights, what kind of module it is.
+_TASK = "task"
+
+
+def save_original(writer: Writer, folder: Path) -> Artifact:
+    """For its lane."""
+    with quiet_libraries():
+        writer.module.save_pretrained(folder)
+    return Artifact(ORIGINAL, writer.signature, folder, {_TASK: writer.task})
 
 
 def sample_of(
@@ -31,11 +44,9 @@ def sample_of(
     for prompt in prompts:
         answer = _generate(module, prompt, tokens, starts)
         answers.append(Answered(prompt, answer, _logits(module, prompt, answer, starts)))
-    read = []
-    for text in [] if starts else texts:
-        logits = _logits(module, text[:1], text[1:], ())
-        read.append(Read(text[:1], text[1:], log_likelihoods(logits, text[1:])))
-    return Sample(tuple(answers), tuple(read))
+    read = [] if starts else [Read.of(text) for text in texts]
+    found = [log_likelihoods(_logits(module, text.prompt, text.tokens, ()), text.tokens) for text in read]
+    return Sample(tuple(answers), tuple(read), likelihood(found))
 
 
 def _generate(module: Any, prompt: IntArray, tokens: int, starts: Sequence[int]) -> IntArray:
@@ -85,11 +96,9 @@ class ModulePen:
         import torch
         import transformers
 
-        from hasten.builder.written import CLASSES
-
         if opening.threads is not None:
             torch.set_num_threads(opening.threads)
-        kind = getattr(transformers, CLASSES[opening.graphs[TASK]])
+        kind = getattr(transformers, CLASSES[opening.graphs[_TASK]])
         with quiet_libraries():
             self._module = kind.from_pretrained(opening.directory, dtype=torch.float32).eval()
         self._has_encoder = self._module.config.is_encoder_decoder

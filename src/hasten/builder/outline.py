@@ -21,6 +21,7 @@ from hasten.core.report import Candidate, Status
 from hasten.core.variant import CPU, CUDA, Precision, Variant
 from hasten.measure.data import Data, check_columns, read_data
 from hasten.measure.rows import check_calibration, check_rows, naming, set_aside
+from hasten.measure.writing import check_gate
 from hasten.quantize.recipe import Method, Recipe, read_recipe
 from hasten.quantize.ways import OF_QUANTIZERS, needs_calibration
 from hasten.tasks import AnyTask
@@ -208,6 +209,7 @@ def outline_writing(model: ModelDirectory, plan: Plan, task: str, target: Path) 
     for option, flag in _OF_ENCODERS.items():
         if getattr(plan, option) is not None:
             raise PlanError(f"{flag} is not for {task}", hint="leave it out")
+    check_gate(plan.gate, task)
     if model.graph is not None:
         raise UnsupportedError(
             f"{model.id} comes as an ONNX graph, and models that write are built from their weights",

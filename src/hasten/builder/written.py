@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from hasten.builder.adapter import load_adapted
@@ -11,12 +13,19 @@ from hasten.builder.source import ModelDirectory
 from hasten.core.errors import HastenError, StageError, UnsupportedError, missing_package
 from hasten.core.generation import TEXT2TEXT_GENERATION, TEXT_GENERATION, GenerationSpec, Sampling
 from hasten.core.plan import Plan
+from hasten.core.tensors import BATCH, SEQUENCE, DType, Signature, TensorSpec
 from hasten.core.tokenizer import TokenizerSpec
 
 CLASSES = {TEXT_GENERATION: "AutoModelForCausalLM", TEXT2TEXT_GENERATION: "AutoModelForSeq2SeqLM"}
 # Where a configuration knows no limit, as T5's relative positions do not.
 _NO_LIMIT = 512
 _MOST_TOKENS = 128
+# Of transformers' options those that change what is written, and that are not done here.
+_NOT_DONE = (
+    *("begin_suppress_tokens", "diversity_penalty", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
+    *("epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "guidance_scale", "penalty_alpha"),
+    *("sequence_bias", "token_healing", "typical_p", "watermarking_config"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,14 @@ class Writer:
     @property
     def has_encoder(self) -> bool:
         return self.task == TEXT2TEXT_GENERATION
+
+    @property
+    def signature(self) -> Signature:
+        return Signature(
+            inputs=(TensorSpec("input_ids", DType.INT32, (BATCH, SEQUENCE), self.tokenizer.pad_id),),
+            outputs=(TensorSpec("logits", DType.FLOAT32, (BATCH, self.spec.vocabulary)),),
+            max_length=self.spec.context,
+        )
 
 
 def load_writer(model: ModelDirectory, task: str, plan: Plan) -> Writer:
@@ -95,23 +112,61 @@ def read_spec(module: Any, tokenizer: Any, *, has_encoder: bool) -> GenerationSp
         start_ids=starts,
         chat_template=template or "",
         special_tokens=special,
-        defaults=_defaults(told),
+        defaults=_defaults(told, starts),
+        forced_end_id=next(iter(_ids(told.forced_eos_token_id)), None) if has_encoder else None,
+        renormalizes=bool(told.renormalize_logits),
     )
 
 
-def _defaults(told: Any) -> Sampling:
-    """transformers takes the likeliest word, or the best of beams, unless told to sample."""
+def unknown_options(module: Any) -> list[str]:
+    """What the model's own configuration asks for and nobody does here, with what it is."""
+    told = module.generation_config.to_diff_dict()
+    return [
+        f"{name}={value}"
+        for name, value in told.items()
+        if name in _NOT_DONE and value not in (None, False, 0, 1.0, [], getattr(_plain(), name, None))
+    ]
+
+
+@cache
+def _plain() -> Any:
+    import transformers
+
+    return transformers.GenerationConfig()
+
+
+def _defaults(told: Any, starts: Sequence[int]) -> Sampling:
+    """transformers takes the likeliest word, or the best of beams, unless told to sample.
+
+    It counts what every answer begins with as part of it, and of its new tokens all but the first.
+    """
     samples = bool(told.do_sample)
+    most = told.max_new_tokens and told.max_new_tokens - max(0, len(starts) - 1)
+    least = (told.min_new_tokens or 0) - max(0, len(starts) - 1)
+    if starts:
+        most = most or (told.max_length and told.max_length - len(starts))
+        least = max(least, (told.min_length or 0) - len(starts))
     return Sampling(
-        max_tokens=int(told.max_new_tokens or _MOST_TOKENS),
+        max_tokens=max(1, int(most or _MOST_TOKENS)),
         temperature=float(_first(told.temperature, 1.0)) if samples else 0.0,
         top_k=int(_first(told.top_k, 50)) if samples else 0,
         top_p=float(_first(told.top_p, 1.0)) if samples else 1.0,
         min_p=float(told.min_p or 0.0) if samples else 0.0,
         repetition_penalty=float(_first(told.repetition_penalty, 1.0)),
+        no_repeat_ngram_size=int(told.no_repeat_ngram_size or 0),
+        bad_words_ids=_bad_words(told),
+        min_tokens=max(0, int(least)),
         beams=int(_first(told.num_beams, 1)),
         length_penalty=float(_first(told.length_penalty, 1.0)),
+        early_stopping=told.early_stopping is True,
     )
+
+
+def _bad_words(told: Any) -> tuple[tuple[int, ...], ...]:
+    """Without the end by itself, as transformers takes them."""
+    ends = {(token,) for token in _ids(told.eos_token_id)}
+    words = [tuple(word) for word in told.bad_words_ids or ()] + [(token,) for token in told.suppress_tokens or ()]
+    return tuple(word for word in words if word not in ends)
 
 
 def _limit(config: Any) -> int:

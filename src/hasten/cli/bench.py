@@ -8,8 +8,17 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("-b", "--batch-size", type=int, nargs="+", metavar="N", help="default: as it was built")
-    parser.add_argument("-s", "--seq-len", type=int, nargs="+", metavar="N", help="default: as it was built")
+    parser.add_argument(
+        "-b",
+        "--batch-size",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="texts, or prompts, together (default: as it was built)",
+    )
+    parser.add_argument(
+        "-s", "--seq-len", type=int, nargs="+", metavar="N", help="tokens of each (default: as it was built)"
+    )
     parser.add_argument("--budget", default="60s", metavar="TIME", help="time for the benchmark (default: 60s)")
     parser.add_argument("--threads", type=int, metavar="N")
 
@@ -32,7 +41,10 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         console.print_json(measured)
     else:
-        console.print_timings(measured.bench)
+        if measured.reading is not None:
+            console.print_paces(measured.reading, measured.bench)
+        else:
+            console.print_timings(measured.bench)
         console.print_footprints(measured.bench)
         for candidate in measured.refused:
             console.out.print(f"[dim]not timed: {candidate.variant}: {escape(candidate.reason)}[/]", highlight=False)

@@ -114,18 +114,22 @@ def print_busy(bench: Bench) -> None:
         out.print(f"[yellow]other processes used {bench.others_share:.0%} of the machine meanwhile: time it again[/]")
 
 
-def print_timings(bench: Bench, title: str = "timings", skip: Shape | None = None) -> None:
-    """Everything that was timed, a row a shape and variant."""
+def print_timings(
+    bench: Bench, title: str = "timings", skip: Shape | None = None, tokens: Callable[[Shape], int] | None = None
+) -> None:
+    """Everything that was timed, a row a shape and variant; `tokens` says what a row counts for where not as one."""
     columns = (
         *(Column("shape", is_left=True), _VARIANT, Column("p50"), Column("speed"), Column("interval", spare=1)),
-        *(Column("p90", spare=3), Column("p99", spare=2), Column("sentences/s", spare=4)),
+        *(Column("p90", spare=3), Column("p99", spare=2)),
+        Column("sentences/s", spare=4) if tokens is None else Column("tokens/s"),
     )
     lines, last = [], None
     for timing in bench.timings:
         if timing.shape != skip:
             shape = str(timing.shape) if timing.shape != last else ""
             p99 = _ms(timing.p99_ms) if timing.p99_ms is not None else f"({timing.samples} samples)"
-            rest = (_ms(timing.p90_ms), p99, f"{timing.sentences_per_s:.0f}")
+            rate = timing.sentences_per_s * (1 if tokens is None else tokens(timing.shape))
+            rest = (_ms(timing.p90_ms), p99, f"{rate:.0f}")
             lines.append(Line((shape, timing.variant, *_times(timing), *rest)))
             last = timing.shape
     _print(f"{title} (batch × tokens), vs {bench.baseline}", columns, lines)
@@ -222,6 +226,12 @@ def print_notes(notes: Sequence[str], candidates: Sequence[Candidate]) -> None:
     verdicts = [candidate.verdict for candidate in candidates if candidate.verdict and candidate.verdict.passed]
     for note in (*notes, *(f"{verdict.variant}: {note}" for verdict in verdicts for note in verdict.notes)):
         out.print(note, style="yellow", highlight=False, markup=False)
+
+
+def print_paces(reading: Bench, writing: Bench) -> None:
+    """Of models that write: a run is a prompt in one, and in the other a token of every row."""
+    print_timings(reading, "reading", tokens=lambda shape: shape.sequence)
+    print_timings(writing, "writing", tokens=lambda _: 1)
 
 
 def print_footprints(bench: Bench) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hasten.builder.inspect import GraphView, Inspection
+    from hasten.builder.inspect import Cache, GraphView, Inspection
+    from hasten.core.generation import GenerationSpec
     from hasten.core.report import Pass
     from hasten.core.tensors import TensorSpec
 
@@ -80,6 +81,8 @@ def _print_model(found: Inspection) -> None:
         "labels": _some(found.task.labels, _SHOWN_LABELS),
         "takes": ", ".join(map(_tensor, found.signature.inputs)),
         "gives": ", ".join(map(_tensor, found.signature.outputs)),
+        "writes": _writing(found.generation),
+        "cache": _cache(found.cache, found.signature.max_length),
         "built": f"{found.created} by hasten {found.hasten}",
     }
     for name, value in about.items():
@@ -119,13 +122,13 @@ def _print_graphs(graphs: Iterable[GraphView]) -> None:
     from hasten.cli.tables import plain_table
 
     table = plain_table("graphs")
-    for name in ("graph", "operators", "which"):
+    for name in ("graph", "weights", "operators", "which"):
         table.add_column(name)
     for view in graphs:
         total = str(sum(view.operators.values())) if view.operators else ""
         lines = [_counts(view.operators)] if view.operators else []
         lines += [f"[yellow]{escape(note)}[/]" for note in view.notes]
-        table.add_row(view.name, total, "\n".join(lines))
+        table.add_row(_graph(view), view.weights or "", total, "\n".join(lines))
     console.out.print(table)
     for view in graphs:
         if view.executed:
@@ -136,6 +139,28 @@ def _print_graphs(graphs: Iterable[GraphView]) -> None:
             for execution in view.executed:
                 executed.add_row(execution.operator, execution.on, str(execution.count))
             console.out.print(executed)
+
+
+def _writing(spec: GenerationSpec | None) -> str:
+    if spec is None:
+        return ""
+    chat = "with" if spec.chat_template else "without"
+    return f"{spec.vocabulary} tokens in its vocabulary, {chat} a chat template"
+
+
+def _cache(cache: Cache | None, context: int) -> str:
+    if cache is None:
+        return ""
+    read = (
+        f", {_size(cache.bytes_per_prompt_token)} a token that its encoder reads"
+        if cache.bytes_per_prompt_token
+        else ""
+    )
+    return f"{_size(cache.bytes_per_token)} a token, {_size(cache.full_bytes)} a text of {context}{read}"
+
+
+def _graph(view: GraphView) -> str:
+    return view.name if view.graph == "model" else f"{view.name} {view.graph}"
 
 
 def _changes(step: Pass) -> str:

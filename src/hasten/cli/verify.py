@@ -29,8 +29,10 @@ def main(args: argparse.Namespace) -> int:
     from hasten.core.errors import AccuracyError, PlanError, UnsupportedError
     from hasten.core.plan import Gate, parse_columns
     from hasten.measure.data import check_columns, read_rows
+    from hasten.measure.reverify import judged_rows, reverify
     from hasten.measure.rows import naming
-    from hasten.measure.verify import GRAPH, reverify
+    from hasten.measure.verify import GRAPH
+    from hasten.measure.writing_reference import TextColumn
     from hasten.tasks import TASKS
 
     if args.columns is not None and args.data is None:
@@ -39,7 +41,8 @@ def main(args: argparse.Namespace) -> int:
     gate = Gate(args.min_agreement, args.max_drop, args.metric)
     progress = console.display(args.quiet)
     bundle = open_bundle(args.bundle)
-    task = TASKS.get(bundle.manifest.task.name)
+    name, writes = bundle.manifest.task.name, bundle.manifest.generation is not None
+    task = TextColumn(name) if writes else TASKS.get(name)
     check_columns(columns, task)
     rows = read_rows(args.data, columns, bundle.manifest.task) if args.data is not None else None
     with naming(str(args.data or args.bundle), task, rows or ()):
@@ -47,9 +50,10 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         console.print_json(candidates)
     else:
-        console.print_verdicts(candidates, rows or bundle.reference().rows)
+        console.print_verdicts(candidates, judged_rows(bundle, rows))
     if not all(candidate.verdict.passed for candidate in candidates if candidate.verdict):
         raise AccuracyError(f"{args.bundle} does not answer like the original here")
     if not any(candidate.verdict for candidate in candidates if candidate.variant != GRAPH):
-        raise UnsupportedError(f"none of the variants in {args.bundle} runs here, so only its graph was verified")
+        only = "" if writes else ", so only its graph was verified"
+        raise UnsupportedError(f"none of the variants in {args.bundle} runs here{only}")
     return 0

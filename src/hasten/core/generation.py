@@ -33,11 +33,19 @@ class Sampling:
     min_p: float = 0.0
     # Above one, tokens that were there before become less likely.
     repetition_penalty: float = 1.0
+    # No run of so many tokens comes twice; zero for any.
+    no_repeat_ngram_size: int = 0
+    # Tokens, or runs of tokens, that are never written.
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    # It does not end by itself before.
+    min_tokens: int = 0
     seed: int | None = None
     # Texts that end it; none of them is part of the answer.
     stop: tuple[str, ...] = ()
     beams: int = 1
     length_penalty: float = 1.0
+    # The search is over when as many texts have ended as there are beams, whether or not a better one could.
+    early_stopping: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,10 @@ class GenerationSpec:
     end_ids: tuple[int, ...]
     # What an answer begins with, where an encoder reads the prompt.
     start_ids: tuple[int, ...] = ()
+    # What an answer that comes to its limit is made to end with.
+    forced_end_id: int | None = None
+    # Whether what is forbidden to come leaves its probability to the rest, before texts are compared.
+    renormalizes: bool = False
     # Jinja, as transformers has it; empty where the model knows no chat.
     chat_template: str = ""
     # The names a chat template may use: bos_token, eos_token and the like.

@@ -1,4 +1,4 @@
-"""Beam search as transformers.generate(num_beams=…, do_sample=False, early_stopping=False) does it."""
+"""Beam search as transformers.generate(num_beams=…, do_sample=False) does it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hasten.core.generation import Sampling
+from hasten.core.generation import GenerationSpec, Sampling
 from hasten.core.tensors import FloatArray
-from hasten.generation.sampling import largest, penalized
+from hasten.generation.rules import Rules
+from hasten.generation.sampling import largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +29,19 @@ class BeamSearch:
     def __init__(
         self,
         sampling: Sampling,
-        seen: Sequence[int],
-        end_ids: Sequence[int],
-        forced: int = 0,
+        before: Sequence[int],
+        spec: GenerationSpec,
         has_stopped: Callable[[Sequence[int]], bool] = lambda _: False,
     ) -> None:
         self.sampling = sampling
+        self._spec = spec
         self.running = [Beam((), 0.0)]
         self.finished: list[Beam] = []
         self.is_done = False
-        self._seen = tuple(seen)
-        self._end_ids = frozenset(end_ids)
+        self._rules = Rules(sampling, before, spec.end_ids)
         self._has_stopped = has_stopped
         # Tokens that every answer begins with, and that count as its own by transformers' measure of length.
-        self._forced = forced
+        self._forced = max(0, len(spec.start_ids) - 1)
 
     @property
     def best(self) -> Beam:
@@ -59,27 +59,31 @@ class BeamSearch:
         self.finished = sorted(self.finished, key=lambda beam: -beam.score)[:beams]
         going = [pair for pair, ends in zip(chosen, has_ended, strict=True) if not ends][:beams]
         self.running = [beam for _, beam in going]
-        self.is_done = not going or not self._can_improve(length)
+        is_full = len(self.finished) == beams
+        self.is_done = not going or (is_full and self.sampling.early_stopping) or not self._can_improve(length)
         return [parent for parent, _ in going]
 
     def _likeliest(self, logits: FloatArray) -> list[tuple[int, int, float]]:
         """Parent, token and score of the best continuations, enough that each of them may end."""
         scores = np.stack([self._scores(beam, row) for beam, row in zip(self.running, logits, strict=True)])
         flat = scores.ravel()
-        count = min(max(2, 1 + len(self._end_ids)) * self.sampling.beams, len(flat))
+        count = min(max(2, 1 + len(self._spec.end_ids)) * self.sampling.beams, len(flat))
         places = largest(flat, count)
         places = places[np.argsort(-flat[places], kind="stable")][:count]
         return [(*divmod(int(place), logits.shape[1]), float(flat[place])) for place in places]
 
     def _scores(self, beam: Beam, logits: FloatArray) -> FloatArray:
-        shifted = logits.astype(np.float32) - logits.max()
-        log_probabilities = shifted - np.log(np.exp(shifted).sum())
-        seen = {*self._seen, *beam.ids}
-        return penalized(log_probabilities, seen, self.sampling.repetition_penalty) + np.float32(beam.score)
+        if self._spec.forced_end_id is not None and len(beam.ids) == self.sampling.max_tokens - 1:
+            # What is forced costs nothing.
+            forced = np.full(logits.shape, -np.inf, np.float32)
+            forced[self._spec.forced_end_id] = beam.score
+            return forced
+        scores = self._rules(_log_probabilities(logits), beam.ids)
+        return (_log_probabilities(scores) if self._spec.renormalizes else scores) + np.float32(beam.score)
 
     def _extended(self, parent: int, token: int, score: float) -> Beam:
         ids = (*self.running[parent].ids, token)
-        return Beam(ids, score, token in self._end_ids or self._has_stopped(ids))
+        return Beam(ids, score, token in self._spec.end_ids or self._has_stopped(ids))
 
     def _by_length(self, score: float, length: int) -> float:
         return float(score / (length + self._forced) ** self.sampling.length_penalty)
@@ -89,3 +93,9 @@ class BeamSearch:
         if len(self.finished) < self.sampling.beams:
             return True
         return self._by_length(self.running[0].score, length) > self.finished[-1].score
+
+
+def _log_probabilities(logits: FloatArray) -> FloatArray:
+    shifted = logits.astype(np.float32) - logits.max()
+    found: FloatArray = shifted - np.log(np.exp(shifted).sum())
+    return found

@@ -16,9 +16,10 @@ from hasten.core.tokenizer import Tokenizer
 from hasten.generation.chat import is_chat, is_continued
 from hasten.generation.options import sampling_of
 from hasten.generation.prompts import Prompt, read_prompt
+from hasten.generation.purpose import WRITE, Purpose, purpose_of
 from hasten.generation.rows import Piece, Row
 from hasten.generation.writing import Writer
-from hasten.predictor import required, runnable
+from hasten.predictor import required, runnable, tell_other_machine
 
 # Texts that are written together; more of them wait.
 SLOTS = 8
@@ -27,8 +28,10 @@ SLOTS = 8
 class Generator(Closing):
     """Call it with a prompt, a chat, or a list of either. Safe to share between threads: they write together."""
 
-    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, decoder: Decoder) -> None:
+    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, decoder: Decoder, purpose: Purpose = WRITE) -> None:
         self.spec = spec
+        self.purpose = purpose
+        self._defaults = purpose.sampling(spec.defaults)
         self.tokenizer = tokenizer
         self.decoder = decoder
         # Whoever calls waits for all of its texts: the sooner all are begun, the sooner they share every step.
@@ -50,19 +53,19 @@ class Generator(Closing):
         after it, which is the default where the model goes on with a prompt. A stream gives pieces of one text, as
         they are written, the prompt never among them.
         """
-        sampling = sampling_of(self.spec.defaults, given)
+        sampling = sampling_of(self._defaults, given)
         if stream:
             if num_return != 1:
                 raise InputError("a stream is one text", hint="num_return=1, or stream=False")
             return self.stream(prompts, sampling)
         many = list(prompts) if isinstance(prompts, list | tuple) and not is_chat(prompts) else None
         given_ones = [prompts] if many is None else many
-        read = [read_prompt(prompt, self.spec, self.tokenizer) for prompt in given_ones]
+        read = [self._read(prompt) for prompt in given_ones]
         if return_full_text is None:
             return_full_text = not self.spec.start_ids
         texts = self.write(read, ways_of(sampling, num_return))
         answers = [
-            [{"generated_text": full_text(prompt.given, text) if return_full_text else text} for text in group]
+            [{self.purpose.key: full_text(prompt.given, text) if return_full_text else text} for text in group]
             for prompt, group in zip(read, texts, strict=True)
         ]
         return answers[0] if many is None else answers
@@ -88,8 +91,12 @@ class Generator(Closing):
         """Its pieces as they come; whoever stops asking for more frees the slot."""
         pieces: list[str] = []
         # Here, not when the first piece is asked for: what is wrong with a prompt is said at once.
-        row = self._row(read_prompt(prompt, self.spec, self.tokenizer), sampling, pieces)
+        row = self._row(self._read(prompt), sampling, pieces)
         return self._pieces(row, pieces)
+
+    def _read(self, prompt: object) -> Prompt:
+        given = self.purpose.prefix + prompt if isinstance(prompt, str) else prompt
+        return read_prompt(given, self.spec, self.tokenizer)
 
     def _pieces(self, row: Row, pieces: list[str]) -> Iterator[str]:
         told = 0
@@ -134,12 +141,18 @@ class Generator(Closing):
         self.decoder.close()
 
 
-def open_generator(bundle: Bundle, variant: str | None, options: RunOptions, slots: int = SLOTS) -> Generator:
+def open_generator(bundle: Bundle, variant: str | None, options: RunOptions, task: str = "") -> Generator:
+    """For a task of its own, such as summarization, or just to write."""
+    artifact = required(bundle, bundle.entry(variant)) if variant else runnable(bundle)
+    tell_other_machine(bundle, artifact)
+    return generator_of(bundle, artifact, options, task)
+
+
+def generator_of(bundle: Bundle, artifact: Artifact, options: RunOptions, task: str = "") -> Generator:
     spec = bundle.manifest.generation
     if spec is None:
         raise UnsupportedError(f"{bundle.path} holds a model for {bundle.manifest.task.name}, which writes nothing")
-    artifact = required(bundle, bundle.entry(variant)) if variant else runnable(bundle)
-    return Generator(spec, bundle.tokenizer(), open_decoder(artifact, options, slots))
+    return Generator(spec, bundle.tokenizer(), open_decoder(artifact, options, SLOTS), purpose_of(task, bundle))
 
 
 def open_decoder(artifact: Artifact, options: RunOptions, slots: int) -> Decoder:

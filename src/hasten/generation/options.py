@@ -16,6 +16,8 @@ NAMES = tuple(field.name for field in fields(Sampling))
 _OTHER_NAMES = {
     "max_new_tokens": "max_tokens",
     "max_length": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "min_length": "min_tokens",
     "num_beams": "beams",
     "stop_strings": "stop",
     "do_sample": "temperature",
@@ -70,6 +72,23 @@ def _stops(name: str, value: object) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def _words(name: str, value: object) -> tuple[tuple[int, ...], ...]:
+    words = value if isinstance(value, list | tuple) else None
+    is_fit = words is not None and all(
+        isinstance(word, list | tuple) and word and all(type(token) is int and token >= 0 for token in word)
+        for word in words
+    )
+    if words is None or not is_fit:
+        raise InputError(f"{name} is {value!r}; it must be a list of lists of token ids, none of them empty")
+    return tuple(tuple(word) for word in words)
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{name} is {value!r}; it must be true or false")
+    return value
+
+
 _CHECKS: dict[str, Callable[[str, object], object]] = {
     "max_tokens": _whole(1),
     "temperature": _number(lambda value: value >= 0, "a number, 0 or more"),
@@ -77,8 +96,12 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "top_p": _number(lambda value: 0 < value <= 1, "a number above 0 and up to 1"),
     "min_p": _number(lambda value: 0 <= value <= 1, "a number from 0 to 1"),
     "repetition_penalty": _number(lambda value: value > 0, "a number above 0"),
+    "no_repeat_ngram_size": _whole(0),
+    "bad_words_ids": _words,
+    "min_tokens": _whole(0),
     "seed": _whole(0),
     "stop": _stops,
     "beams": _whole(1),
     "length_penalty": _number(lambda _: True, "a number"),
+    "early_stopping": _flag,
 }

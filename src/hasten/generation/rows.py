@@ -76,8 +76,8 @@ class Course:
         for slot in self.filled:
             decoder.end(slot)
 
-    def _seen(self) -> list[int]:
-        """The tokens before the answer, as far as a repetition penalty counts them."""
+    def _before(self) -> list[int]:
+        """The tokens before the answer, as far as what must not come again counts them."""
         return list(self._spec.start_ids) or self.row.prompt.tolist()
 
     def _tell(self, text: str, finish: Finish | None = None) -> None:
@@ -95,9 +95,12 @@ class Single(Course):
 
     @cached_property
     def _choose(self) -> Chooser:
-        return Chooser(self.row.sampling, self._seen())
+        return Chooser(self.row.sampling, self._before(), self._spec.end_ids)
 
     def advance(self, logits: FloatArray, decoder: Decoder) -> None:
+        if self._spec.forced_end_id is not None and len(self.row.ids) == self.row.sampling.max_tokens - 1:
+            self._tell("", Finish.LENGTH)
+            return
         token = self._choose(logits[0])
         if token in self._spec.end_ids:
             self._tell("", Finish.STOP)
@@ -113,8 +116,7 @@ class Beams(Course):
 
     @cached_property
     def _search(self) -> BeamSearch:
-        forced = max(0, len(self._spec.start_ids) - 1)
-        return BeamSearch(self.row.sampling, self._seen(), self._spec.end_ids, forced, self._has_stop)
+        return BeamSearch(self.row.sampling, self._before(), self._spec, self._has_stop)
 
     def advance(self, logits: FloatArray, decoder: Decoder) -> None:
         parents = self._search.advance(logits)

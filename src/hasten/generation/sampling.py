@@ -1,16 +1,17 @@
-"""From logits to the next token, as transformers' logits processors define it and in their order.
+"""From logits to the next token, as transformers' logits warpers define it and in their order.
 
 Row by row: one row is a whole vocabulary already, and rows ask for different things.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from hasten.core.generation import Sampling
 from hasten.core.tensors import FloatArray, IntArray
+from hasten.generation.rules import Rules
 
 # So many of the likeliest nearly always hold the share that top-p asks for: sorting a vocabulary takes longer than
 # all else here.
@@ -22,14 +23,15 @@ _RUN = 64
 class Chooser:
     """Chooses one row's tokens. It has a generator of its own: its choices do not depend on who else is written for."""
 
-    def __init__(self, sampling: Sampling, seen: Iterable[int]) -> None:
+    def __init__(self, sampling: Sampling, before: Sequence[int], end_ids: Collection[int] = ()) -> None:
         self.sampling = sampling
-        self.seen = set(seen)
+        self._rules = Rules(sampling, before, end_ids)
+        self._written: list[int] = []
         self._random = np.random.default_rng(sampling.seed)
 
     def __call__(self, logits: FloatArray) -> int:
-        chosen = self._chosen(penalized(logits, self.seen, self.sampling.repetition_penalty))
-        self.seen.add(chosen)
+        chosen = self._chosen(self._rules(logits, self._written))
+        self._written.append(chosen)
         return chosen
 
     def _chosen(self, logits: FloatArray) -> int:
@@ -47,19 +49,6 @@ def _drawn(weights: FloatArray, share: float) -> int:
     inside = np.cumsum(weights[run * _RUN : (run + 1) * _RUN], dtype=np.float64)
     place = int(np.searchsorted(inside, reached - (runs[run - 1] if run else 0), side="right"))
     return run * _RUN + min(place, len(inside) - 1)
-
-
-def penalized(logits: FloatArray, seen: Collection[int], penalty: float) -> FloatArray:
-    """Tokens that were there before, less likely."""
-    if penalty == 1:
-        return logits
-    ids = np.fromiter(seen, np.int64, len(seen))
-    # An embedding may know tokens that no logit stands for.
-    ids = ids[ids < len(logits)]
-    changed = logits.astype(np.float32, copy=True)
-    before = changed[ids]
-    changed[ids] = np.where(before < 0, before * np.float32(penalty), before / np.float32(penalty))
-    return changed
 
 
 def candidates(logits: FloatArray, sampling: Sampling) -> tuple[IntArray, FloatArray]:

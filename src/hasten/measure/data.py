@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from hasten.core.errors import InputError, PlanError
 from hasten.core.registry import did_you_mean
 from hasten.measure.arrow import DATASETS, NO_CLASS, dataset, folder, parquet
 from hasten.measure.files import STDIN, Placed, Source, json_lines, json_values, read_cell, table
-from hasten.tasks import TASKS, AnyTask, Row, TaskSpec
+from hasten.tasks import TASKS, Row, TaskSpec
 
 Value = TypeVar("Value")
 
@@ -90,7 +90,24 @@ def read_data(source: Path | str, columns: Mapping[str, str] | None = None, *, m
     return Data(rows, str(source), opened.classes, opened.is_untyped)
 
 
-def check_columns(columns: Mapping[str, str], task: AnyTask) -> None:
+class HasColumns(Protocol):
+    """What takes rows of data: every task, and models that write."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """All that it knows."""
+        ...
+
+    @property
+    def fields(self) -> Sequence[str]:
+        """Those that a row must have."""
+        ...
+
+
+def check_columns(columns: Mapping[str, str], task: HasColumns) -> None:
     """That the task knows them; what the file calls them is checked when it is opened."""
     for name in columns:
         if name not in task.columns:

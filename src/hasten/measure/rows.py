@@ -12,7 +12,7 @@ from hasten.core.errors import InputError, PlanError
 from hasten.core.plan import Gate
 from hasten.core.report import Metric, find_metric
 from hasten.core.statistics import Interval
-from hasten.measure.data import Data, sample_rows
+from hasten.measure.data import Data, HasColumns, sample_rows
 from hasten.tasks import TASKS, AnyTask, Row, TaskSpec
 
 # What is set aside to calibrate on where there is one set of rows: enough to see the range of most values.
@@ -69,7 +69,7 @@ def check_rows(
 
 
 @contextmanager
-def naming(name: str, task: AnyTask, rows: Sequence[Row]) -> Iterator[None]:
+def naming(name: str, task: HasColumns, rows: Sequence[Row]) -> Iterator[None]:
     """Say of which data a complaint about rows is and, where a column is nowhere in it, how to tell its name there."""
     try:
         yield

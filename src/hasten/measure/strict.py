@@ -8,12 +8,15 @@ from dataclasses import replace
 
 from hasten.backends import Artifact, RunOptions
 from hasten.bundle import Bundle
-from hasten.core.errors import AccuracyError, StageError
+from hasten.core.errors import AccuracyError, StageError, UnsupportedError
 from hasten.core.plan import Gate
 from hasten.core.progress import Silent
 from hasten.core.report import Candidate, Status, Verdict
+from hasten.generation.generator import Generator, generator_of
 from hasten.measure.fault import with_fault
 from hasten.measure.verify import Expectation, batch_sizes, expect, verify
+from hasten.measure.writing import judge_decoder
+from hasten.measure.writing_reference import stored_sample
 from hasten.predictor import Predictor, open_session, probe, required
 
 logger = logging.getLogger("hasten")
@@ -22,33 +25,38 @@ logger = logging.getLogger("hasten")
 _FEW = 64
 
 
-def open_proven(bundle: Bundle, variant: str | None, options: RunOptions) -> Predictor:
+def open_proven(bundle: Bundle, variant: str | None, options: RunOptions) -> Predictor | Generator:
     """The first variant, in order of speed, that runs here and answers like the original, at last the graph.
 
-    Every one passed over is named; one that was asked for by name is an error where it does not.
+    Models that write have none. Every one passed over is named; one that was asked for by name is an error where it
+    does not.
     """
     refused: list[Candidate] = []
     artifacts = iter([required(bundle, bundle.entry(variant))]) if variant else _runnable(bundle, refused)
-    tokenizer = bundle.tokenizer()
     for artifact in artifacts:
         try:
-            predictor = Predictor(bundle.manifest.task, tokenizer, open_session(artifact, options))
+            opened = _open(bundle, artifact, options)
         except StageError as error:
             if variant is not None:
                 raise
             refused.append(Candidate(artifact.variant.name, Status.FAILED, error.message))
             continue
         try:
-            verdict = _prove(predictor, artifact, bundle, options)
+            if isinstance(opened, Generator):
+                verdict = _prove_writing(opened, artifact, bundle)
+            else:
+                verdict = _prove(opened, artifact, bundle, options)
         except BaseException:
-            predictor.close()
+            opened.close()
             raise
         if verdict.passed:
             logger.info("%s answers like the original here: %s", artifact.variant, verdict.reason)
             _tell(refused, artifact)
-            return predictor
-        predictor.close()
+            return opened
+        opened.close()
         refused.append(Candidate(artifact.variant.name, Status.INACCURATE, verdict.reason, verdict))
+    if all(candidate.status is Status.UNAVAILABLE for candidate in refused):
+        raise UnsupportedError(f"no variant of {bundle.path} runs here: {refused[-1].reason}")
     wrong = f"{variant} does not answer" if variant else "no variant answers"
     raise AccuracyError(
         f"{wrong} like the original here ({bundle.path}): {refused[-1].reason}",
@@ -64,7 +72,14 @@ def _runnable(bundle: Bundle, refused: list[Candidate]) -> Iterator[Artifact]:
             yield bundle.artifact(entry)
         else:
             refused.append(Candidate(entry.name, Status.UNAVAILABLE, support.reason))
-    yield bundle.graph()
+    if bundle.manifest.graphs:
+        yield bundle.graph()
+
+
+def _open(bundle: Bundle, artifact: Artifact, options: RunOptions) -> Predictor | Generator:
+    if bundle.manifest.generation is not None:
+        return generator_of(bundle, artifact, options)
+    return Predictor(bundle.manifest.task, bundle.tokenizer(), open_session(artifact, options))
 
 
 def _tell(refused: list[Candidate], used: Artifact) -> None:
@@ -91,3 +106,10 @@ def _prove(predictor: Predictor, artifact: Artifact, bundle: Bundle, options: Ru
     if not verdict.passed:
         verdict = verify(predictor, name, every, about.gate, Silent(), batch_sizes(bundle, name))
     return with_fault(verdict, artifact, every.encoded.batch, options)
+
+
+def _prove_writing(generator: Generator, artifact: Artifact, bundle: Bundle) -> Verdict:
+    """All the answers there are, before anybody asks it: they are few, and written together. No text is read."""
+    variant, gate = artifact.variant, Gate(bundle.manifest.gate.min_agreement)
+    sample = replace(stored_sample(bundle), texts=())
+    return judge_decoder(generator.decoder, variant.name, variant.precision, sample, gate, Silent())

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from hasten.backends import RunOptions
 from hasten.bundle import Bundle
 from hasten.core.batching import in_order
-from hasten.core.errors import PlanError
 from hasten.core.plan import Gate
 from hasten.core.progress import Progress, step
-from hasten.core.report import Agreement, AtBatch, Candidate, Metric, Status, Verdict
+from hasten.core.report import Agreement, AtBatch, Metric, Verdict
 from hasten.core.statistics import Interval, paired_drop
 from hasten.core.tensors import FloatArray, IntArray, Outputs, Signature
 from hasten.core.variant import Precision
-from hasten.measure.fault import NOT_FINITE, with_fault
-from hasten.measure.rows import check_rows, too_few_rows
-from hasten.predictor import Predictor, open_session, probe, required
-from hasten.tasks import TASKS, AnyTask, Encoded, Row
-
-logger = logging.getLogger("hasten")
+from hasten.measure.fault import NOT_FINITE
+from hasten.measure.rows import too_few_rows
+from hasten.predictor import Predictor
+from hasten.tasks import AnyTask, Encoded, Row
 
 # fp32 differs between runtimes only by the order of additions; past this something is wrong, not imprecise.
 FP32_TOLERANCE = 1e-3
@@ -172,63 +167,10 @@ def judge(
     return passed, f"{agreement.measure} {shown:.4f} {'≥' if passed else '<'} {least:g}{_at(sizes[0])}"
 
 
-def reverify(
-    bundle: Bundle,
-    rows: Sequence[Row] | None,
-    gate: Gate,
-    names: Sequence[str],
-    threads: int | None,
-    progress: Progress,
-) -> list[Candidate]:
-    """Prove a finished bundle on this machine: every file, then every variant.
-
-    Against the stored answers of the original or, on rows of the user's, against the graph, which must itself
-    reproduce the stored answers first. A variant that cannot run here is reported, and an error if it was asked for.
-    """
-    about, options = bundle.manifest, RunOptions(threads)
-    needing = gate.needing_labels
-    gate = Gate(
-        about.gate.min_agreement if gate.min_agreement is None else gate.min_agreement,
-        about.gate.max_drop if gate.max_drop is None else gate.max_drop,
-        about.gate.metric if gate.metric is None else gate.metric,
-    )
-    if rows is not None:
-        # Before anything runs: rows that cannot be read, and labels that cannot be judged by.
-        for note in check_rows(TASKS.get(about.task.name), about.task, rows, gate, needing):
-            logger.warning("%s", note)
-    bundle.check()
-    tokenizer, stored = bundle.tokenizer(), bundle.reference()
-    candidates = []
-    with open_session(bundle.graph(), options) as session:
-        graph = Predictor(about.task, tokenizer, session)
-        expected = expect(graph, stored.rows, progress, stored.outputs, gate.metric)
-        verdict = verify(graph, GRAPH, expected, gate, progress)
-        candidates.append(_candidate(verdict))
-        if rows is not None:
-            expected = expect(graph, rows, progress, metric=gate.metric)
-    if needing is not None and expected.metric is None:
-        raise PlanError(f"{needing} needs labels, and these rows have none", hint="--data with labelled rows")
-    for entry in [bundle.entry(name) for name in names] or about.variants:
-        support = probe(entry)
-        if not support.ok and not names:
-            candidates.append(Candidate(entry.name, Status.UNAVAILABLE, support.reason))
-            continue
-        artifact = required(bundle, entry)
-        with open_session(artifact, options) as session:
-            predictor = Predictor(about.task, tokenizer, session)
-            verdict = verify(predictor, entry.name, expected, gate, progress, batch_sizes(bundle, entry.name))
-        candidates.append(_candidate(with_fault(verdict, artifact, expected.encoded.batch, options)))
-    return candidates
-
-
 def batch_sizes(bundle: Bundle, variant: str) -> tuple[int, ...]:
     """At which sizes one of its variants is judged: none where its answers do not depend on the rest of a batch."""
     depends = any(entry.depends_on_batch for entry in bundle.manifest.variants if entry.name == variant)
     return bundle.report.plan.shapes.batches if depends else ()
-
-
-def _candidate(verdict: Verdict) -> Candidate:
-    return Candidate(verdict.variant, Status.ELIGIBLE if verdict.passed else Status.INACCURATE, verdict.reason, verdict)
 
 
 def _sign(passed: bool) -> str:

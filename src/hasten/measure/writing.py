@@ -9,21 +9,28 @@ from typing import TypeVar
 import numpy as np
 
 from hasten.backends import Decoder
+from hasten.core.errors import PlanError
+from hasten.core.generation import TEXT_GENERATION
 from hasten.core.plan import Gate
 from hasten.core.progress import Progress, step
-from hasten.core.report import Agreement, Metric, Verdict
+from hasten.core.report import Agreement, Metric, Verdict, find_metric
 from hasten.core.tensors import FloatArray, IntArray
 from hasten.core.variant import Precision
 from hasten.measure.fault import NOT_FINITE
 from hasten.measure.verify import FP32_TOLERANCE
 
+LIKELIHOOD, PERPLEXITY = "likelihood per token", "perplexity"
 # Of the words that the original chooses after its own. SmolLM2's eight-bit weights keep more, its four-bit ones fewer.
 MIN_AGREEMENT = 0.9
+_INSTEAD = "--min-agreement SHARE bounds the words that are chosen otherwise"
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What the original wrote after a prompt, taking the likeliest word each time, and its logits for each."""
+    """What the original wrote after a prompt, taking the likeliest word each time, and its logits for the first ones.
+
+    For all of them while it is built; a bundle keeps few.
+    """
 
     prompt: IntArray
     tokens: IntArray
@@ -32,11 +39,14 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A text, and the log-likelihood the original gives each of its tokens after the first."""
+    """A text to find likely: its first token, and those after it."""
 
     prompt: IntArray
     tokens: IntArray
-    log_likelihoods: FloatArray
+
+    @classmethod
+    def of(cls, text: IntArray) -> Read:
+        return cls(text[:1], text[1:])
 
 
 Followed = TypeVar("Followed", Answered, Read)
@@ -46,11 +56,8 @@ Followed = TypeVar("Followed", Answered, Read)
 class Sample:
     answers: tuple[Answered, ...]
     texts: tuple[Read, ...]
-
-    @property
-    def metric(self) -> Metric | None:
-        """The original's own."""
-        return _metric([text.log_likelihoods for text in self.texts])
+    # How likely the original finds the texts; None where nobody knows.
+    metric: Metric | None = None
 
 
 def judge_decoder(
@@ -61,7 +68,7 @@ def judge_decoder(
         agreement = _agreement(decoder, sample.answers, progress)
         metric = None
         if agreement.is_finite and sample.texts:
-            metric = _metric(_read(decoder, sample.texts, progress))
+            metric = likelihood(_read(decoder, sample.texts, progress))
     passed, reason = _judge(agreement, metric, sample.metric, precision, gate)
     return Verdict(variant, passed, reason, agreement, metric, sample.metric)
 
@@ -82,7 +89,7 @@ def _agreement(decoder: Decoder, answers: Sequence[Answered], progress: Progress
     is_finite = True
     for place, (answer, logits) in enumerate(_follow(decoder, answers)):
         progress.advance()
-        difference = logits - answer.logits
+        difference = logits[: len(answer.logits)] - answer.logits
         is_finite &= bool(np.isfinite(logits).all())
         equal = logits.argmax(axis=-1) == answer.tokens
         same, total = same + int(equal.sum()), total + len(equal)
@@ -125,14 +132,27 @@ def _follow(decoder: Decoder, rows: Sequence[Followed]) -> Iterator[tuple[Follow
         yield from zip(group, map(np.stack, found), strict=True)
 
 
-def _metric(rows: Iterable[FloatArray]) -> Metric | None:
-    """Higher is better: the inverse of the perplexity, which people know it by."""
+def likelihood(rows: Iterable[FloatArray]) -> Metric | None:
+    """Of log-likelihoods, a row a text. Higher is better: the inverse of the perplexity, which people know it by."""
     found = list(rows)
     if not found:
         return None
-    all_of = np.concatenate(found)
-    mean = float(all_of.mean())
-    return Metric("likelihood per token", float(np.exp(mean)), len(all_of), {"perplexity": float(np.exp(-mean))})
+    mean = float(np.concatenate(found).mean())
+    return Metric(LIKELIHOOD, float(np.exp(mean)), len(found), {PERPLEXITY: float(np.exp(-mean))})
+
+
+def perplexity(metric: Metric) -> str:
+    return f"{PERPLEXITY} {metric.also[PERPLEXITY]:.3f}"
+
+
+def check_gate(gate: Gate, task: str) -> None:
+    """Refuse what cannot be judged by, before anything is read."""
+    if (option := gate.needing_labels) is not None and task != TEXT_GENERATION:
+        raise PlanError(f"{option} goes by how likely texts are, and {task} reads none by itself", hint=_INSTEAD)
+    if gate.metric is not None and find_metric(gate.metric, (LIKELIHOOD, PERPLEXITY)) == PERPLEXITY:
+        raise PlanError(
+            f"--max-drop goes by the {LIKELIHOOD}: {PERPLEXITY}, its inverse, grows", hint="without --metric"
+        )
 
 
 def _judge(
@@ -153,5 +173,5 @@ def _judge(
             return False, f"{metric.name} drop {drop:.2f} points > {gate.max_drop:g}"
     least = MIN_AGREEMENT if gate.min_agreement is None else gate.min_agreement
     passed = agreement.value >= least
-    perplexity = "" if metric is None else f", perplexity {metric.also['perplexity']:.3f}"
-    return passed, f"{told} {'≥' if passed else '<'} {least:g}{perplexity}"
+    likely = "" if metric is None else f", {perplexity(metric)}"
+    return passed, f"{told} {'≥' if passed else '<'} {least:g}{likely}"

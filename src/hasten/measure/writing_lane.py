@@ -21,7 +21,8 @@ from hasten.core.hardware import peak_memory_bytes
 from hasten.core.tensors import IntArray
 from hasten.measure.lane import Opened, Opening, Times, Turn
 
-_SLOTS = 64
+# That go on together.
+MOST_ROWS = 64
 
 
 class Pen(Protocol):
@@ -39,7 +40,7 @@ class DecoderPen:
         backend = BACKENDS.get(opening.variant.backend)
         assert isinstance(backend, Decodes)
         artifact = Artifact(opening.variant, opening.signature, Path(opening.directory), opening.graphs)
-        self._decoder = backend.open_decoder(artifact, RunOptions(opening.threads), _SLOTS)
+        self._decoder = backend.open_decoder(artifact, RunOptions(opening.threads), MOST_ROWS)
         self._next = np.empty(0, np.int32)
 
     def read(self, rows: IntArray) -> None:

@@ -119,7 +119,7 @@ def load_models(app: App, settings: Settings) -> None:
 
 
 async def keep_time(app: App) -> None:
-    """Whoever waits in a queue is told when its time is over, whatever the sessions do; and what is over is recorded."""
+    """Whoever waits in a queue is told when its time is over, whatever the sessions do; what is done is recorded."""
     while True:
         await asyncio.sleep(_TICK_S)
         app.metrics.later.do()

@@ -8,7 +8,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import pairwise
 
-import msgspec
 import numpy as np
 
 from hasten.backends import Decoder, RunOptions
@@ -22,6 +21,8 @@ from hasten.generation.options import sampling_of
 from hasten.generation.prompts import read_prompt
 from hasten.generation.rows import Piece
 from hasten.generation.writing import Writer
+from hasten.measure.writing import Answered
+from hasten.measure.writing_reference import stored_sample
 from hasten.predictor import required, runnable
 from hasten.server.engine import Measured
 from hasten.server.fairness import Turns
@@ -116,8 +117,8 @@ class ServedWriter:
 
     def _test(self, decoder: Decoder) -> None:
         """Along the original's own answers: are its words the likeliest here too?"""
-        rows = msgspec.convert(self.bundle.reference().rows[:_TEST_ROWS], list[dict[str, list[int]]])
-        same = [is_same for row in rows for is_same in _follow(decoder, row["input_ids"], row["tokens"])]
+        answers = stored_sample(self.bundle).answers[:_TEST_ROWS]
+        same = [is_same for answer in answers for is_same in _follow(decoder, answer)]
         agreement = sum(same) / max(1, len(same))
         entries = (entry for entry in self.bundle.manifest.variants if entry.name == self.variant.name)
         measured = next((entry.agreement.value for entry in entries), 1.0)
@@ -143,10 +144,10 @@ def _warm(decoder: Decoder) -> None:
         decoder.end(slot)
 
 
-def _follow(decoder: Decoder, prompt: Sequence[int], tokens: Sequence[int]) -> list[bool]:
+def _follow(decoder: Decoder, answer: Answered) -> list[bool]:
     """Whether each token is the likeliest after those before it."""
-    logits = decoder.begin(0, np.asarray(prompt, np.int32))
-    found = [int(logits.argmax()) == tokens[0]]
+    tokens = answer.tokens.tolist()
+    found = [int(decoder.begin(0, answer.prompt).argmax()) == tokens[0]]
     for before, token in pairwise(tokens):
         logits = decoder.step([0], np.array([before], np.int32))[0]
         found.append(int(logits.argmax()) == token)

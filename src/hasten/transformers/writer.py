@@ -28,11 +28,12 @@ from hasten.transformers.tensors import IDS, check, rows_of
 _TAKEN = {
     *("max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
     *("num_beams", "length_penalty", "stop_strings", "num_return_sequences", "pad_token_id", "eos_token_id"),
+    *("min_length", "min_new_tokens", "no_repeat_ngram_size", "bad_words_ids", "early_stopping"),
 }
 # Those that say how to compute, or whose tokens the bundle knows already.
 _WITHOUT_EFFECT = {
     *("use_cache", "bos_token_id", "decoder_start_token_id", "forced_bos_token_id", "transformers_version"),
-    *("cache_implementation", "disable_compile", "use_mtp"),
+    *("cache_implementation", "disable_compile", "use_mtp", "forced_eos_token_id", "renormalize_logits"),
 }
 
 
@@ -91,7 +92,9 @@ class WritingModel(StandIn):
             self._write(rows, ids, streamer)
         answers = [self._ended(row) for row in rows]
         pad = told.get("pad_token_id")
-        pad = self._spec.end_ids[0] if pad is None and self._spec.end_ids else int(pad or 0)
+        # transformers takes a pad of 0 for none where it searches.
+        is_none = pad is None or (pad == 0 and sampling.beams > 1)
+        pad = self._spec.end_ids[0] if is_none and self._spec.end_ids else int(pad or 0)
         longest = max(map(len, answers))
         written = torch.tensor([[*answer, *[pad] * (longest - len(answer))] for answer in answers], dtype=ids.dtype)
         if self._spec.start_ids:
@@ -134,20 +137,31 @@ class WritingModel(StandIn):
             top_p=float(told["top_p"]) if drawn else 1.0,
             min_p=float(told.get("min_p") or 0.0) if drawn else 0.0,
             repetition_penalty=float(told["repetition_penalty"]),
+            no_repeat_ngram_size=int(told.get("no_repeat_ngram_size") or 0),
+            bad_words_ids=tuple(tuple(word) for word in told.get("bad_words_ids") or ()),
             stop=(stops,) if isinstance(stops, str) else tuple(stops),
             beams=int(told["num_beams"]),
             length_penalty=float(told["length_penalty"]),
+            early_stopping=self._stops_early(told),
         )
+
+    def _stops_early(self, told: Mapping[str, Any]) -> bool:
+        asked = told.get("early_stopping", False)
+        if not isinstance(asked, bool):
+            self._refuse(f"early_stopping={asked!r}", hint="True or False")
+        return asked
 
     def _limited(self, sampling: Sampling, told: Mapping[str, Any], width: int) -> Sampling:
         """With its length, which transformers counts from the padded prompt, and a seed of its own."""
-        most = told.get("max_new_tokens")
-        if most is None:
-            most = int(told["max_length"]) - (len(self._spec.start_ids) or width)
+        starts = self._spec.start_ids
+        # Of what every answer begins with, all but the first is new to transformers.
+        most, forced = told.get("max_new_tokens"), max(0, len(starts) - 1)
+        most = int(told["max_length"]) - (len(starts) or width) if most is None else most - forced
+        least = max((told.get("min_length") or 0) - (len(starts) or width), (told.get("min_new_tokens") or 0) - forced)
         if most < 1:
             raise InputError(f"max_length leaves no token to write after {width} of prompt", hint="max_new_tokens=…")
         seed = int(torch.randint(2**31, ())) if sampling.temperature > 0 else None
-        return replace(sampling, max_tokens=int(most), seed=seed)
+        return replace(sampling, max_tokens=int(most), min_tokens=max(0, least), seed=seed)
 
     def _write(self, rows: Sequence[Row], ids: Tensor, streamer: Any) -> None:
         for row in rows:
@@ -173,7 +187,8 @@ class WritingModel(StandIn):
         answer = list(self._spec.start_ids) + row.ids
         text = row.text.whole(row.ids) if row.sampling.stop else ""
         is_ended = row.finish is Finish.STOP and not any(stop in text for stop in row.sampling.stop)
-        return answer + list(self._spec.end_ids[:1] if is_ended else ())
+        is_forced = row.finish is Finish.LENGTH and self._spec.forced_end_id is not None
+        return answer + list(self._spec.end_ids[:1] if is_ended or is_forced else ())
 
 
 def open_writer(bundle: Bundle, kind: str, task: str, choice: VariantChoice, threads: int | None) -> WritingModel:

@@ -12,7 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from hasten.backends import (
+    DECODER,
     MODEL,
     Artifact,
     Decoder,
@@ -92,16 +95,17 @@ class OnnxRuntime:
 
     def executions(self, artifact: Artifact) -> Sequence[Execution]:
         """A small batch with the profiler on, which writes down the provider of every kernel that ran."""
-        with (
-            tempfile.TemporaryDirectory(prefix="hasten-") as work,
-            _open(artifact, RunOptions(1), work) as session,
-        ):
-            session.warm([Shape(1, 8)])
-            return executed(placements(session.runtime))
+        with tempfile.TemporaryDirectory(prefix="hasten-") as work:
+            if DECODER in artifact.graphs:
+                with DecoderSession(artifact, RunOptions(1), 1, work) as decoder:
+                    decoder.begin(0, np.zeros(8, np.int32))
+                    return executed([one for runtime in decoder.runtimes for one in placements(runtime)])
+            with _open(artifact, RunOptions(1), work) as session:
+                session.warm([Shape(1, 8)])
+                return executed(placements(session.runtime))
 
     def first_non_finite(self, artifact: Artifact, batch: Batch) -> str | None:
         """Every tensor an output; on the CPU, where what leaves the range of fp16 does so too."""
-        import numpy as np
         import onnx
         import onnxruntime
 
@@ -136,7 +140,6 @@ def _open(artifact: Artifact, options: RunOptions, profile: str | None = None) -
 
 def _trial(provider: str, machine: Machine) -> Trial:
     """ONNX Runtime hands what a provider cannot do, or everything if it does not start, to the CPU."""
-    import numpy as np
     import onnxruntime
 
     is_wanted = provider == CPU_PROVIDER or (provider == CUDA_PROVIDER and bool(machine.gpus))

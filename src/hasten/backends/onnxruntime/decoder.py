@@ -6,6 +6,7 @@ Rows in progress are the first ones of each buffer, so that all of them, or any 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,10 @@ _MOST_BINDINGS = 64
 class DecoderSession(Closing):
     """Fulfils `Decoder`. A slot is somebody's name for a row; rows move, slots stay."""
 
-    def __init__(self, artifact: Artifact, options: RunOptions, slots: int) -> None:
+    def __init__(self, artifact: Artifact, options: RunOptions, slots: int, profile: str | None = None) -> None:
         self.slots = slots
-        self._session = _load(artifact, DECODER, options)
-        self._encoder = _load(artifact, ENCODER, options) if ENCODER in artifact.graphs else None
+        self._session = _load(artifact, DECODER, options, profile)
+        self._encoder = _load(artifact, ENCODER, options, profile) if ENCODER in artifact.graphs else None
         self._context = artifact.signature.max_length
         inputs = self._session.get_inputs()
         self._past = Caches(PAST, inputs, slots, self._context)
@@ -39,6 +40,11 @@ class DecoderSession(Closing):
         self._vocabulary = next(entry.shape[1] for entry in self._session.get_outputs() if entry.name == "logits")
         self._row_of: dict[int, int] = {}
         self._steps: dict[tuple[int, int], _Step] = {}
+
+    @property
+    def runtimes(self) -> list[Any]:
+        """A session for each graph."""
+        return [session for session in (self._encoder, self._session) if session is not None]
 
     def close(self) -> None:
         self._steps.clear()
@@ -156,12 +162,16 @@ class DecoderSession(Closing):
         return self._steps[first, count]
 
 
-def _load(artifact: Artifact, graph: str, options: RunOptions) -> Any:
+def _load(artifact: Artifact, graph: str, options: RunOptions, profile: str | None) -> Any:
     import onnxruntime
 
+    if profile is not None:
+        # One for each: ONNX Runtime calls them by the second they begin in.
+        profile = f"{profile}/{graph}"
+        Path(profile).mkdir()
     try:
         return onnxruntime.InferenceSession(
-            str(artifact.path(graph)), settings(options.thread_count), providers=[CPU_PROVIDER]
+            str(artifact.path(graph)), settings(options.thread_count, profile), providers=[CPU_PROVIDER]
         )
     except Exception as error:  # the binding raises its own unrelated classes
         raise StageError(f"ONNX Runtime cannot load {artifact.variant}: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import operator
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -14,16 +15,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hasten.backends import PaddedSession
+from hasten.backends import PaddedSession, RunOptions
 from hasten.bundle import Bundle
 from hasten.core.batching import in_order
 from hasten.core.errors import UnsupportedError
+from hasten.core.plan import Gate
 from hasten.core.progress import Progress, step
 from hasten.core.report import Verdict
 from hasten.core.tensors import ATTENTION_MASK, Batch, Layout, Outputs, SessionSpec, gather, pad, unpad
 from hasten.core.variant import CPU, Precision, Variant
 from hasten.deploy.tritonserver.client import Array, Client, Statistics
+from hasten.deploy.tritonserver.models.generate import SAMPLING
 from hasten.deploy.tritonserver.options import Repository
+from hasten.generation.generator import open_generator
+from hasten.measure.reverify import judged_rows, reverify
 from hasten.measure.verify import FP32_TOLERANCE, batch_sizes, expect, verify
 from hasten.predictor import Predictor
 from hasten.stress.client import Clients, Target
@@ -33,6 +38,8 @@ READY = "READY"
 CLIENTS = 32
 # Rows of the reference that the inference model is asked, and how long clients ask it.
 _ROWS, _SECONDS = 64, 5.0
+# That a model that writes is asked for.
+_TOKENS = 32
 # Between two looks at what was counted.
 _SETTLED_S = 0.1
 # Scores of reduced precision depend on the shape of the batch that a row came in.
@@ -64,9 +71,10 @@ class Check:
     ready: tuple[str, ...]
     # Why a model is not.
     not_ready: dict[str, str]
-    # The model against the bundle's reference answers.
+    # The model against the bundle's reference answers; of one that writes, its variant as it runs here.
     verdict: Verdict | None = None
-    # Of texts asked from end to end, the share that is answered as the task answers from the model's own outputs.
+    # Of texts asked from end to end, the share that is answered as the task answers from the model's own outputs, or
+    # as the variant writes here.
     same_answers: float | None = None
     load: Load | None = None
 
@@ -99,17 +107,11 @@ def check(bundle: Bundle, repository: Repository, url: str, progress: Progress, 
         not_ready = {name: reason or waiting for name, (state, reason) in states.items() if state != READY}
         if not_ready:
             return Check(server, ready, not_ready)
-        remote = Predictor(bundle.manifest.task, bundle.tokenizer(), _Remote(client, bundle, repository))
-        reference = bundle.reference()
-        expected = expect(remote, reference.rows, progress, reference.outputs, bundle.manifest.gate.metric)
-        sizes = batch_sizes(bundle, repository.variant)
-        verdict = verify(remote, repository.variant, expected, bundle.manifest.gate, progress, sizes)
-        asked = _askable(repository, reference.rows)
-        with step(progress, "ask texts"):
-            same = _same_answers(client, remote, repository, asked[:_ROWS])
+        prove = _answered if bundle.manifest.generation is None else _written
+        proof = prove(client, bundle, repository, progress)
         before = _settled(client, repository.model)
         with step(progress, f"{CLIENTS} clients"):
-            times, failed, took_s = asyncio.run(_load(url, repository, asked, seconds))
+            times, failed, took_s = asyncio.run(_load(url, proof, seconds))
         after = _settled(client, repository.model)
     some = times or [float("nan")]
     load = Load(
@@ -122,7 +124,45 @@ def check(bundle: Bundle, repository: Repository, url: str, progress: Progress, 
         rows=after.rows - before.rows,
         executions=after.executions - before.executions,
     )
-    return Check(server, ready, not_ready, verdict, same, load)
+    return Check(server, ready, not_ready, proof.verdict, proof.same_answers, load)
+
+
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """What the server answered, judged, and with what clients ask for more of it."""
+
+    verdict: Verdict
+    same_answers: float
+    path: str
+    bodies: Sequence[bytes]
+
+
+def _answered(client: Client, bundle: Bundle, repository: Repository, progress: Progress) -> _Proof:
+    remote = Predictor(bundle.manifest.task, bundle.tokenizer(), _Remote(client, bundle, repository))
+    reference = bundle.reference()
+    expected = expect(remote, reference.rows, progress, reference.outputs, bundle.manifest.gate.metric)
+    sizes = batch_sizes(bundle, repository.variant)
+    verdict = verify(remote, repository.variant, expected, bundle.manifest.gate, progress, sizes)
+    asked = _askable(repository, reference.rows)
+    with step(progress, "ask texts"):
+        same = _same_answers(client, remote, repository, asked[:_ROWS])
+    bodies = [_json_body(repository, row) for row in asked]
+    return _Proof(verdict, same, f"/v2/models/{repository.inference}/infer", bodies)
+
+
+def _written(client: Client, bundle: Bundle, repository: Repository, progress: Progress) -> _Proof:
+    """Logits never leave a model that writes: the variant is judged here, and the server must write the same texts."""
+    (candidate,) = reverify(bundle, None, Gate(), [repository.variant], None, progress)
+    assert candidate.verdict is not None
+    prompts = [row["text"] for row in judged_rows(bundle, None)]
+    sampling: dict[str, Any] = {"max_tokens": _TOKENS, "temperature": 0}
+    text, answer = repository.inputs[0].name, repository.outputs[0].name
+    bodies = [msgspec.json.encode({text: prompt, SAMPLING: json.dumps(sampling)}) for prompt in prompts]
+    with step(progress, "ask texts"), open_generator(bundle, repository.variant, RunOptions()) as here:
+        expected = [one["generated_text"] for (one,) in here(prompts, return_full_text=False, **sampling)]
+        found = [client.generate(repository.inference, body)[answer] for body in bodies]
+    same = sum(map(operator.eq, found, expected)) / len(prompts)
+    return _Proof(candidate.verdict, same, f"/v2/models/{repository.inference}/generate", bodies)
 
 
 class _Remote(PaddedSession):
@@ -213,12 +253,10 @@ def are_alike(one: object, other: object, tolerance: float) -> bool:
     return one == other
 
 
-async def _load(
-    url: str, repository: Repository, rows: Sequence[Row], seconds: float
-) -> tuple[list[float], int, float]:
+async def _load(url: str, proof: _Proof, seconds: float) -> tuple[list[float], int, float]:
     """The time of each request in ms, how many failed, and how long it all took."""
-    target = Target.parse(url, f"/v2/models/{repository.inference}/infer", {})
-    requests = [target.request(_json_body(repository, row)) for row in rows]
+    target = Target.parse(url, proof.path, {})
+    requests = [target.request(body) for body in proof.bodies]
     clients, turns = Clients(target, timeout_s=60.0), itertools.count()
     times: list[float] = []
     failed = 0

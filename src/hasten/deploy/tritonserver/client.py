@@ -76,6 +76,10 @@ class Client(Closing):
             found[output["name"]] = from_bytes(output["name"], output["datatype"], output["shape"], data)
         return found
 
+    def generate(self, model: str, body: bytes) -> Any:
+        """Of a model that writes, all at once."""
+        return self._json("POST", f"/v2/models/{model}/generate", body)
+
     @property
     def _where(self) -> str:
         return f"{self._connection.host}:{self._connection.port}"
