@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,8 +94,15 @@ def test_several_processes(pair: Pair) -> None:
 
 
 def test_progress_is_shown_where_it_is_asked_for(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    pair.ours.encode(TEXTS)
-    assert capsys.readouterr().err == ""
+    """By who calls or, as in sentence-transformers, by the level of the log."""
+    logger = logging.getLogger("hasten")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logger, "level", logging.WARNING)
+        pair.ours.encode(TEXTS)
+        assert capsys.readouterr().err == ""
+        patch.setattr(logger, "level", logging.INFO)
+        pair.ours.encode(TEXTS)
+        assert "encode" in capsys.readouterr().err
     pair.ours.encode(TEXTS, show_progress_bar=True)
     assert "encode" in capsys.readouterr().err
 
