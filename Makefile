@@ -16,7 +16,9 @@ test: $(VENV)/.dev ## the tests that run everywhere, files in two processes with
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/contract tests/kernels -n 2 --dist loadfile
 
 e2e: $(VENV)/.dev ## slow: real weights, real processes, torch.compile
-	$(BIN)/python -m pytest tests/e2e tests/unit tests/contract tests/kernels -m "e2e or slow" --slow
+	$(BIN)/python -m pytest tests/e2e --slow --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/contract tests/kernels -m slow --slow \
+		-n 2 --dist worksteal --durations=15
 
 check: $(VENV)/.dev ## style, types, layers, generated docs
 	$(BIN)/ruff format --check .
