@@ -32,7 +32,8 @@ import transformers
 from safetensors.torch import load_file
 
 from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, Source, dialect_of
-from hasten.backends.fused import BACKEND, FusedSession, read_about
+from hasten.backends.fused import BACKEND
+from hasten.backends.fused.session import FusedSession, read_about
 from hasten.backends.torch import ModuleSession
 from hasten.builder.export import export
 from hasten.builder.head import Exportable

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hasten.backends.fused import BACKEND, CUDA, HOPPER, OLDEST
+from hasten.backends.fused import BACKEND, HOPPER, OLDEST
+from hasten.backends.fused.session import CUDA
 from hasten.core.errors import AccuracyError, InputError, UnsupportedError
 from hasten.core.hardware import this_machine
 from hasten.core.tensors import Batch, BoolArray, IntArray

@@ -20,11 +20,7 @@ from hasten.predictor import Predictor, open_predictor
 from hasten.tasks import TASKS
 
 # What transformers calls them too.
-_ALIASES = {
-    "ner": "token-classification",
-    "sentiment-analysis": "text-classification",
-    **dict.fromkeys(PURPOSES, TEXT2TEXT_GENERATION),
-}
+_ALIASES = {"ner": "token-classification", "sentiment-analysis": "text-classification"}
 
 
 def build(
@@ -160,9 +156,8 @@ def pipeline(
     if is_purpose(task):
         name = TEXT2TEXT_GENERATION
     if name not in known:
-        raise PlanError(
-            f"there is no task '{task}'{did_you_mean(task, known)}", hint=f"one of {', '.join((*known, *_ALIASES))}"
-        )
+        every = (*known, *_ALIASES, *PURPOSES)
+        raise PlanError(f"there is no task '{task}'{did_you_mean(task, every)}", hint=f"one of {', '.join(every)}")
     choice = VariantChoice(backend, precision, device)
     wish = Wish(
         task=name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import hasten
 import hasten.transformers
 import tiny_writers
 from untimed import untimed
+from writing_pair import Pair, load_pair
 
 PROMPTS = ["the cat sat on a mat", "a dog", "prices rose by three percent in the second", "I"]
 # In the configurations of a T5, of summarizers, and of Marian's translators.
@@ -24,18 +24,6 @@ OWN: dict[str, dict[str, Any]] = {
     "marian": {"num_beams": 3, "bad_words_ids": [[0], [40, 41]], "renormalize_logits": True, "max_length": 14}
     | {"forced_eos_token_id": 2},
 }
-
-
-@dataclass
-class Pair:
-    ours: Any
-    theirs: Any
-    tokenizer: Any
-    folder: Path
-
-    def inputs(self, prompts: list[str]) -> Any:
-        found = self.tokenizer(prompts, padding=True, return_tensors="pt")
-        return {name: found[name] for name in ("input_ids", "attention_mask")}
 
 
 # One of them each time; all with the slow ones.
@@ -51,10 +39,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     told = transformers.GenerationConfig.from_pretrained(folder)
     told.update(**OWN[request.param])
     told.save_pretrained(folder)
-    with untimed():
-        ours = hasten.transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, data=texts_file, threads=1)
-    theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
-    return Pair(ours, theirs, transformers.AutoTokenizer.from_pretrained(folder), folder)
+    return load_pair("AutoModelForSeq2SeqLM", folder, texts_file)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,36 +11,19 @@ import hasten
 import hasten.transformers
 import writers
 from hasten.core.errors import InputError, PlanError, UnsupportedError
-from untimed import untimed
+from writing_pair import Pair, load_pair
 
 PROMPTS = ["the cat sat on", "a dog", "prices rose by three percent in the second", "I"]
 KINDS = {"gpt2": writers.byte_level, "llama": writers.whole_characters}
 
 
-@dataclass
-class Pair:
-    ours: Any
-    theirs: Any
-    tokenizer: Any
-    folder: Path
-
-    def inputs(self, prompts: list[str]) -> Any:
-        found = self.tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
-        return {name: found[name] for name in ("input_ids", "attention_mask")}
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, texts_file: Path) -> Pair:
-    import transformers
-
     folder = tmp_path_factory.mktemp("writer") / request.param
     backend = KINDS[request.param]()
     writers.model(request.param, writers.vocabulary_of(backend)).save_pretrained(folder)
     writers.theirs(backend, model_max_length=writers.CONTEXT).save_pretrained(folder)
-    with untimed():
-        ours = hasten.transformers.AutoModelForCausalLM.from_pretrained(folder, data=texts_file, threads=1)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    return Pair(ours, theirs, transformers.AutoTokenizer.from_pretrained(folder), folder)
+    return load_pair("AutoModelForCausalLM", folder, texts_file)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

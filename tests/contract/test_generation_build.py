@@ -288,5 +288,11 @@ def test_what_nobody_does_is_named() -> None:
 
     from hasten.builder.written import unknown_options
 
-    told = GenerationConfig(num_beams=2, early_stopping=True, typical_p=0.5, guidance_scale=1.5, epsilon_cutoff=0.0)
-    assert sorted(unknown_options(SimpleNamespace(generation_config=told))) == ["guidance_scale=1.5", "typical_p=0.5"]
+    def named(has_encoder: bool, **about: Any) -> list[str]:
+        config = SimpleNamespace(is_encoder_decoder=has_encoder)
+        return unknown_options(SimpleNamespace(generation_config=GenerationConfig(**about), config=config))
+
+    assert named(True, num_beams=2, early_stopping=True, min_length=3, typical_p=1.0, epsilon_cutoff=0.0) == []
+    assert named(True, typical_p=0.5, guidance_scale=1.5) == ["guidance_scale=1.5", "typical_p=0.5"]
+    assert named(False, token_healing=True) == ["token_healing=True"]
+    assert named(False, early_stopping="never", min_length=3) == ["early_stopping=never", "min_length=3"]

@@ -29,4 +29,4 @@ def _arithmetic() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _untuned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is measured for models of a size that nobody has."""
-    monkeypatch.setattr("hasten.backends.fused.FusedSession.tune", lambda *_: None)
+    monkeypatch.setattr("hasten.backends.fused.session.FusedSession.tune", lambda *_: None)

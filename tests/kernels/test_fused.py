@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from encoders import DEVICE, FAMILIES, FEW_LAYERS, TOLERANCE, batch_of, model_of
 from hasten.backends import Artifact, RunOptions, Source
-from hasten.backends.fused import ABOUT, BACKEND, FILE, FusedSession, read_about
+from hasten.backends.fused import BACKEND, FILE
+from hasten.backends.fused.session import ABOUT, FusedSession, read_about
 from hasten.backends.torch import ModuleSession
 from hasten.builder.head import AtMasks, Exportable, OneChoice, Pooled, PoolingHead
 from hasten.core.errors import StageError, UnsupportedError

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from encoders import DEVICE, FEW_LAYERS, batch_of, model_of
 from hasten.backends import Artifact, RunOptions, Source
-from hasten.backends.fused import BACKEND, FILE, FusedSession, read_about
+from hasten.backends.fused import BACKEND, FILE
+from hasten.backends.fused.session import FusedSession, read_about
 from hasten.backends.torch import ModuleSession
 from hasten.builder.head import Exportable
 from hasten.core.errors import StageError

@@ -11,7 +11,8 @@ import torch
 
 from encoders import DEVICE, FEW_LAYERS, TOLERANCE, model_of
 from hasten.backends import RunOptions, Source
-from hasten.backends.fused import BACKEND, FILE, FusedSession, read_about
+from hasten.backends.fused import BACKEND, FILE
+from hasten.backends.fused.session import FusedSession, read_about
 from hasten.builder.head import Exportable
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Signature, TensorSpec, pad, unpad
 from hasten.core.variant import Precision, Variant

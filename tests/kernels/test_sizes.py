@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hasten.backends import HasSizes
-from hasten.backends.fused import FusedSession
+from hasten.backends.fused.session import FusedSession
 from hasten.core.tensors import BATCH, SEQUENCE, DType, Layout, SessionSpec, Signature, TensorSpec
 from hasten.kernels.packing import Bucket
 from hasten.kernels.replay import MOST_GRAPHS

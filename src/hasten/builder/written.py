@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from hasten.builder.adapter import load_adapted
@@ -20,12 +19,13 @@ CLASSES = {TEXT_GENERATION: "AutoModelForCausalLM", TEXT2TEXT_GENERATION: "AutoM
 # Where a configuration knows no limit, as T5's relative positions do not.
 _NO_LIMIT = 512
 _MOST_TOKENS = 128
-# Of transformers' options those that change what is written, and that are not done here.
-_NOT_DONE = (
-    *("begin_suppress_tokens", "diversity_penalty", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
-    *("epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "guidance_scale", "penalty_alpha"),
-    *("sequence_bias", "token_healing", "typical_p", "watermarking_config"),
-)
+# Of transformers' options those that change what is written and are not done here, each with what changes nothing.
+_NOT_DONE = {
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "typical_p"), 1.0),
+    **dict.fromkeys(("diversity_penalty", "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), 0),
+    **dict.fromkeys(("begin_suppress_tokens", "exponential_decay_length_penalty", "penalty_alpha"), None),
+    **dict.fromkeys(("sequence_bias", "token_healing", "watermarking_config"), None),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,18 +121,13 @@ def read_spec(module: Any, tokenizer: Any, *, has_encoder: bool) -> GenerationSp
 def unknown_options(module: Any) -> list[str]:
     """What the model's own configuration asks for and nobody does here, with what it is."""
     told = module.generation_config.to_diff_dict()
-    return [
-        f"{name}={value}"
-        for name, value in told.items()
-        if name in _NOT_DONE and value not in (None, False, 0, 1.0, [], getattr(_plain(), name, None))
-    ]
-
-
-@cache
-def _plain() -> Any:
-    import transformers
-
-    return transformers.GenerationConfig()
+    found = {name: told[name] for name, none in _NOT_DONE.items() if told.get(name) and told[name] != none}
+    if told.get("early_stopping") == "never":
+        found["early_stopping"] = "never"
+    if told.get("min_length") and not module.config.is_encoder_decoder:
+        # It counts the prompt, which is not known yet.
+        found["min_length"] = told["min_length"]
+    return [f"{name}={value}" for name, value in found.items()]
 
 
 def _defaults(told: Any, starts: Sequence[int]) -> Sampling:

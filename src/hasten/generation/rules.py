@@ -41,8 +41,6 @@ class Rules:
 
 def penalized(logits: FloatArray, seen: Collection[int], penalty: float) -> FloatArray:
     """Tokens that were there before, less likely."""
-    if penalty == 1:
-        return logits
     ids = np.fromiter(seen, np.int64, len(seen))
     # An embedding may know tokens that no logit stands for.
     ids = ids[ids < len(logits)]

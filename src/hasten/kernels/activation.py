@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hasten.kernels.squeeze import Squeeze, settings, squeezed
+from hasten.kernels.squeeze import Squeeze, factor_of, settings, squeezed
 
 _ROWS, _COLUMNS = 4, 512
 # transformers' names for the two.
@@ -72,7 +72,9 @@ def _gelu(
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     is_inside = (row < rows)[:, None] & (column < width)[None, :]
     at = row[:, None].to(tl.int64) * width + column[None, :]
+    if largest > 0:
+        factor = factor_of(factors, column[None, :], (column < width)[None, :], is_uniform)
     value = gelu(tl.load(x + at, mask=is_inside, other=0.0).to(tl.float32), is_tanh)
     if largest > 0:
-        value = squeezed(value, factors, column[None, :], (column < width)[None, :], largest, is_uniform)
+        value = squeezed(value, factor, largest)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=is_inside)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from hasten.kernels.dependent import launching, let_next_start, wait_for_previous
-from hasten.kernels.squeeze import Squeeze, fitted, settings
+from hasten.kernels.squeeze import Squeeze, factor_of, fitted, settings
 
 
 def reference(qkv: Any, sequence: Any, weight: Any, total: Any, heads: int, bias: Any | None = None) -> Any:
@@ -96,6 +96,9 @@ def _attend(
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     is_column = (column < width)[None, :]
     weights = tl.load(weight + column[None, :] * width + channel[:, None], mask=is_column, other=0.0)
+    if largest > 0:
+        factor = factor_of(factors, channel[None, :], (channel < width)[None, :], is_uniform)
+        steps = tl.load(step + column[None, :], mask=is_column, other=0.0) if has_steps else tl.load(step)
     if is_dependent:
         let_next_start()
         wait_for_previous()
@@ -119,9 +122,8 @@ def _attend(
     chances = tl.where(is_seen, tl.math.exp2(scores - tl.max(scores, 1)[:, None]), 0.0)
     mixed = tl.dot(chances.to(v.dtype), v) / tl.maximum(tl.sum(chances, 1), 1e-30)[:, None]
     if largest > 0:
-        mixed = fitted(mixed, factors, channel[None, :], (channel < width)[None, :], largest, is_uniform)
-        part = tl.dot(mixed.to(v.dtype), weights.to(v.dtype))
-        part *= tl.load(step + column, mask=column < width, other=0.0)[None, :] if has_steps else tl.load(step)
+        mixed = fitted(mixed, factor, largest)
+        part = tl.dot(mixed.to(v.dtype), weights.to(v.dtype)) * steps
     else:
         part = tl.dot(mixed.to(weights.dtype), weights)
     is_inside = is_row[:, None] & is_column

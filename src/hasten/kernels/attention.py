@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hasten.kernels.squeeze import Squeeze, settings, squeezed
+from hasten.kernels.squeeze import Squeeze, factor_of, settings, squeezed
 
 
 def reference(qkv: Any, starts: Any, heads: int, bias: Any | None = None) -> Any:
@@ -115,6 +115,8 @@ def _attention(
     here = head * size + channel
     is_row = (row < end)[:, None] & is_channel[None, :]
     q = tl.load(qkv + row[:, None] * (3 * width) + here[None, :], mask=is_row, other=0.0)
+    if largest > 0:
+        squeezing = factor_of(factors, here[None, :], is_channel[None, :], is_uniform)
     # In powers of two, which is what the hardware has an instruction for.
     factor = scale * 1.4426950408889634
     highest = tl.full((rows,), -float("inf"), tl.float32)
@@ -136,7 +138,7 @@ def _attention(
     at = out + row[:, None] * width + here[None, :]
     value = mixed / total[:, None]
     if largest > 0:
-        value = squeezed(value, factors, here[None, :], is_channel[None, :], largest, is_uniform)
+        value = squeezed(value, squeezing, largest)
     tl.store(at, value.to(out.dtype.element_ty), mask=is_row)
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from hasten.kernels.dependent import launching, let_next_start, wait_for_previous
-from hasten.kernels.squeeze import Squeeze, fitted, settings
+from hasten.kernels.squeeze import Squeeze, factor_of, fitted, settings
 
 
 def reference(x: Any, weight: Any, total: Any) -> Any:
@@ -75,6 +75,9 @@ def _contract(
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     k = tl.program_id(1) * depth + tl.arange(0, depth)
     weights = tl.load(weight + column[None, :] * inner + k[:, None])
+    if largest > 0:
+        factor = factor_of(factors, k[None, :], (k < inner)[None, :], is_uniform)
+        steps = tl.load(step + column)[None, :] if has_steps else tl.load(step)
     if is_dependent:
         let_next_start()
         wait_for_previous()
@@ -82,9 +85,8 @@ def _contract(
     is_row = (row < tokens)[:, None]
     values = tl.load(x + row[:, None] * inner + k[None, :], mask=is_row, other=0.0)
     if largest > 0:
-        taken = fitted(values.to(tl.float32), factors, k[None, :], (k < inner)[None, :], largest, is_uniform)
-        part = tl.dot(taken.to(values.dtype), weights.to(values.dtype))
-        part *= tl.load(step + column)[None, :] if has_steps else tl.load(step)
+        taken = fitted(values.to(tl.float32), factor, largest)
+        part = tl.dot(taken.to(values.dtype), weights.to(values.dtype)) * steps
     else:
         part = tl.dot(values, weights)
     tl.atomic_add(total + row[:, None] * width + column[None, :], part, mask=is_row, sem="relaxed")

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from hasten.kernels.dependent import launching, let_next_start, wait_for_previous
-from hasten.kernels.squeeze import Squeeze, settings, squeezed
+from hasten.kernels.squeeze import Squeeze, factor_of, settings, squeezed
 
 
 def reference(
@@ -103,6 +103,11 @@ def _embed(
     token = tl.program_id(0)
     column = tl.arange(0, block)
     is_column = column < width
+    if has_norm:
+        scales = tl.load(scale + column, mask=is_column, other=0.0).to(tl.float32)
+        shifts = tl.load(shift + column, mask=is_column, other=0.0).to(tl.float32)
+    if largest > 0:
+        factor = factor_of(factors, column, is_column, is_uniform)
     if is_dependent:
         let_next_start()
         wait_for_previous()
@@ -117,10 +122,8 @@ def _embed(
         mean = tl.sum(value, axis=0) / width
         centred = tl.where(is_column, value - mean, 0.0)
         normal = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / width + eps)
-        scales = tl.load(scale + column, mask=is_column, other=0.0).to(tl.float32)
-        shifts = tl.load(shift + column, mask=is_column, other=0.0).to(tl.float32)
         value = normal * scales + shifts
     tl.store(out + token * width + column, value.to(out.dtype.element_ty), mask=is_column)
     if largest > 0:
-        value = squeezed(value, factors, column, is_column, largest, is_uniform)
+        value = squeezed(value, factor, largest)
         tl.store(narrow + token * width + column, value.to(narrow.dtype.element_ty), mask=is_column)

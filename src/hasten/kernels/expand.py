@@ -14,7 +14,7 @@ import triton.language as tl
 
 from hasten.kernels.activation import EXACT, TANH, gelu
 from hasten.kernels.dependent import launching, let_next_start, wait_for_previous
-from hasten.kernels.squeeze import Squeeze, fitted, settings
+from hasten.kernels.squeeze import Squeeze, factor_of, fitted, settings
 
 
 def reference(
@@ -120,6 +120,9 @@ def _expand(
     # Of the next sum every program starts its share of the columns.
     is_own = (k >= place * share) & (k < (place + 1) * share) & is_k
     next_biases = tl.load(next_bias + k, mask=is_own, other=0.0).to(tl.float32)
+    if largest > 0:
+        factor = factor_of(factors, k[None, :], is_k[None, :], is_uniform)
+        steps = tl.load(step + column)[None, :] if has_steps else tl.load(step)
     if is_dependent:
         let_next_start()
         wait_for_previous()
@@ -133,9 +136,8 @@ def _expand(
     x = normal * scales[None, :] + shifts[None, :]
     if largest > 0:
         half: tl.constexpr = out.dtype.element_ty
-        taken = fitted(x, factors, k[None, :], is_k[None, :], largest, is_uniform)
-        y = tl.dot(taken.to(half), weights.to(half))
-        y = y * (tl.load(step + column)[None, :] if has_steps else tl.load(step)) + biases[None, :]
+        taken = fitted(x, factor, largest)
+        y = tl.dot(taken.to(half), weights.to(half)) * steps + biases[None, :]
     else:
         y = tl.dot(x.to(weights.dtype), weights) + biases[None, :]
     if has_gelu:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from hasten.kernels.activation import TANH, gelu
 from hasten.kernels.activation import reference as gelu_reference
-from hasten.kernels.squeeze import FP8, Squeeze, settings, squeezed
+from hasten.kernels.squeeze import FP8, Squeeze, factor_of, settings, squeezed
 from hasten.kernels.squeeze import reference as squeeze_reference
 
 # Rows of tiles that share the columns' weights while those are in the cache.
@@ -159,7 +159,7 @@ def _multiply(
             # Hopper's tensor cores add fp8 products in fewer bits than fp32: not more than one block of them.
             total = tl.dot(values, weights, total, max_num_imprecise_acc=depth_at_once)
         else:
-            total = tl.dot(values, weights, total)
+            total = tl.dot(values, weights, total, out_dtype=tl.int32)
         x_at += depth_at_once
         weight_at += depth_at_once
     is_column = column < columns
@@ -173,6 +173,6 @@ def _multiply(
     if has_gelu:
         y = gelu(y, is_tanh)
     if largest > 0:
-        y = squeezed(y, factors, column[None, :], is_column[None, :], largest, is_uniform)
+        y = squeezed(y, factor_of(factors, column[None, :], is_column[None, :], is_uniform), largest)
     at = out + row[:, None].to(tl.int64) * columns + column[None, :]
     tl.store(at, y.to(out.dtype.element_ty), mask=(row < rows)[:, None] & is_column[None, :])

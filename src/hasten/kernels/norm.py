@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from hasten.kernels.dependent import launching, let_next_start, wait_for_previous
-from hasten.kernels.squeeze import Squeeze, settings, squeezed
+from hasten.kernels.squeeze import Squeeze, factor_of, settings, squeezed
 
 
 def reference(x: Any, scale: Any, shift: Any, eps: float, bias: Any | None = None, residual: Any | None = None) -> Any:
@@ -105,6 +105,8 @@ def _norm(
     at = row[:, None] * width + column[None, :]
     scales = tl.load(scale + column, mask=is_column, other=0.0).to(tl.float32)
     shifts = tl.load(shift + column, mask=is_column, other=0.0).to(tl.float32)
+    if largest > 0:
+        factor = factor_of(factors, column[None, :], is_column[None, :], is_uniform)
     if is_dependent:
         let_next_start()
         wait_for_previous()
@@ -119,5 +121,5 @@ def _norm(
     value = normal * scales[None, :] + shifts[None, :]
     tl.store(out + at, value.to(out.dtype.element_ty), mask=is_inside)
     if largest > 0:
-        value = squeezed(value, factors, column[None, :], is_column[None, :], largest, is_uniform)
+        value = squeezed(value, factor, largest)
         tl.store(narrow + at, value.to(narrow.dtype.element_ty), mask=is_inside)

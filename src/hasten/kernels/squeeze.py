@@ -89,25 +89,27 @@ def _squeeze(
     column = (tl.program_id(1) * columns + tl.arange(0, columns))[None, :]
     is_inside = (row < rows) & (column < width)
     at = row.to(tl.int64) * width + column
-    value = tl.load(x + at, mask=is_inside, other=0.0).to(tl.float32)
-    value = squeezed(value, factors, column, column < width, largest, is_uniform)
+    factor = factor_of(factors, column, column < width, is_uniform)
+    value = squeezed(tl.load(x + at, mask=is_inside, other=0.0).to(tl.float32), factor, largest)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
-def fitted(value, factors, column, is_column, largest: tl.constexpr, is_uniform: tl.constexpr):
-    """Within the range of what it will be rounded to, and not rounded."""
-    if is_uniform:
-        value *= tl.load(factors)
-    else:
-        value *= tl.load(factors + column, mask=is_column, other=0.0)
-    return tl.minimum(tl.maximum(value, -largest), largest)
+def factor_of(factors, column, is_column, is_uniform: tl.constexpr):
+    """To be asked for early: where a kernel comes to need it, it would wait for it and for nothing else."""
+    return tl.load(factors) if is_uniform else tl.load(factors + column, mask=is_column, other=0.0)
 
 
 @triton.jit
-def squeezed(value, factors, column, is_column, largest: tl.constexpr, is_uniform: tl.constexpr):
+def fitted(value, factor, largest: tl.constexpr):
+    """Within the range of what it will be rounded to, and not rounded."""
+    return tl.minimum(tl.maximum(value * factor, -largest), largest)
+
+
+@triton.jit
+def squeezed(value, factor, largest: tl.constexpr):
     """Such that converting it rounds no more than the format does."""
-    value = fitted(value, factors, column, is_column, largest, is_uniform)
+    value = fitted(value, factor, largest)
     # Converting to integers cuts off; where fp32 has no room for a fraction, adding rounds, halves to even.
     return (value + 12582912.0) - 12582912.0 if largest < 128.0 else _exact(value)
 

@@ -65,12 +65,12 @@ def judge_decoder(
 ) -> Verdict:
     """In fp32 each word must be the same; with weights of fewer bits, the share that the gate asks for."""
     with step(progress, f"verify {variant}", total=len(sample.answers) + len(sample.texts)):
-        agreement = _agreement(decoder, sample.answers, progress)
+        found = agreement(decoder, sample.answers, progress)
         metric = None
-        if agreement.is_finite and sample.texts:
+        if found.is_finite and sample.texts:
             metric = likelihood(_read(decoder, sample.texts, progress))
-    passed, reason = _judge(agreement, metric, sample.metric, precision, gate)
-    return Verdict(variant, passed, reason, agreement, metric, sample.metric)
+    passed, reason = _judge(found, metric, sample.metric, precision, gate)
+    return Verdict(variant, passed, reason, found, metric, sample.metric)
 
 
 def log_likelihoods(logits: FloatArray, tokens: IntArray) -> FloatArray:
@@ -82,7 +82,8 @@ def log_likelihoods(logits: FloatArray, tokens: IntArray) -> FloatArray:
     return found
 
 
-def _agreement(decoder: Decoder, answers: Sequence[Answered], progress: Progress) -> Agreement:
+def agreement(decoder: Decoder, answers: Sequence[Answered], progress: Progress) -> Agreement:
+    """Along the original's own answers: how many of its words are the likeliest here too."""
     same = total = 0
     squares = reference = largest = scale = 0.0
     flipped: list[int] = []

@@ -35,8 +35,6 @@ PROTOCOLS: tuple[Sequence[Route], ...] = (
 
 # A body that is larger takes long enough to read for others to notice, where the event loop does it.
 _LARGE_BYTES = 2**16
-# Asks the driver of the GPUs, and writes some hundred lines.
-_SLOW_PATH = "/metrics"
 _READERS = 2
 
 
@@ -84,8 +82,7 @@ class App:
 
     def __call__(self, exchange: Exchange) -> None:
         exchange.watch = self.watch
-        is_large = len(exchange.body) > _LARGE_BYTES or "content-encoding" in exchange.headers
-        if is_large or exchange.path == _SLOW_PATH:
+        if len(exchange.body) > _LARGE_BYTES or "content-encoding" in exchange.headers:
             self._readers.submit(self._read, exchange)
         else:
             self._answer(exchange)

@@ -10,7 +10,7 @@ import msgspec
 
 from hasten.core.version import __version__
 from hasten.server.exchange import BINARY, JSON, TEXT, Failure, Response
-from hasten.server.routes import Call, Route
+from hasten.server.routes import Call, Route, apart
 from hasten.server.stream import EVENTS
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ def routes(app: App) -> list[Route]:
         call.exchange.reply(Response.text("", 200 if app.is_ready and app.is_alive() else 503))
 
     def metrics(call: Call) -> None:
-        call.exchange.reply(Response(200, app.metrics.render(), app.metrics.content_type))
+        # Asks the driver of the GPUs, and writes some hundred lines.
+        apart(call, lambda: Response(200, app.metrics.render(), app.metrics.content_type))
 
     def document(call: Call) -> None:
         call.exchange.reply(Response.json(openapi(app.routes)))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
-from hasten.core.errors import HastenError, InputError, PlanError
+from hasten.core.errors import HastenError, InputError, PlanError, StageError
 from hasten.server.engine import Measured
 from hasten.server.exchange import JSON, Exchange, Response, status_of, tell_plainly
 from hasten.server.models import Model, Models
 from hasten.server.served import Served
 from hasten.server.served_writer import ServedWriter
+
+logger = logging.getLogger("hasten")
 
 _REMEMBERED = 256
 
@@ -67,6 +71,23 @@ class Call:
             self.exchange.fail(answer)
         else:
             self.exchange.reply(answer)
+
+
+def apart(call: Call, answer: Callable[[], Response]) -> None:
+    """What would hold up the event loop happens on a thread of its own, and is answered when it is done."""
+
+    def run() -> None:
+        try:
+            response = answer()
+        except HastenError as error:
+            call.exchange.fail(error)
+        except Exception:
+            logger.exception("%s failed", call.exchange.path)
+            call.exchange.fail(StageError("it failed; the server's log says why"))
+        else:
+            call.exchange.reply(response)
+
+    threading.Thread(target=run, daemon=True).start()
 
 
 @dataclass(frozen=True, slots=True)

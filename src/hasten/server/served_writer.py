@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -15,13 +14,14 @@ from hasten.bundle import Bundle
 from hasten.core.errors import AccuracyError, HastenError, InputError, TooLargeError
 from hasten.core.generation import GenerationSpec, Sampling
 from hasten.core.hardware import usable_cores
+from hasten.core.progress import Silent
 from hasten.generation.chat import render
 from hasten.generation.generator import open_decoder
 from hasten.generation.options import sampling_of
 from hasten.generation.prompts import read_prompt
 from hasten.generation.rows import Piece
 from hasten.generation.writing import Writer
-from hasten.measure.writing import Answered
+from hasten.measure.writing import agreement
 from hasten.measure.writing_reference import stored_sample
 from hasten.predictor import required, runnable
 from hasten.server.engine import Measured
@@ -117,14 +117,12 @@ class ServedWriter:
 
     def _test(self, decoder: Decoder) -> None:
         """Along the original's own answers: are its words the likeliest here too?"""
-        answers = stored_sample(self.bundle).answers[:_TEST_ROWS]
-        same = [is_same for answer in answers for is_same in _follow(decoder, answer)]
-        agreement = sum(same) / max(1, len(same))
+        found = agreement(decoder, stored_sample(self.bundle).answers[:_TEST_ROWS], Silent())
         entries = (entry for entry in self.bundle.manifest.variants if entry.name == self.variant.name)
         measured = next((entry.agreement.value for entry in entries), 1.0)
-        if agreement < measured - _TEST_SLACK:
+        if found.value < measured - _TEST_SLACK:
             raise AccuracyError(
-                f"{self.name} chooses {agreement:.3f} of {len(same)} words of its own answers like the original,"
+                f"{self.name} chooses {found.value:.3f} of {found.rows} words of its own answers like the original,"
                 f" and {measured:.3f} when it was built"
             )
 
@@ -142,14 +140,3 @@ def _warm(decoder: Decoder) -> None:
             decoder.step(slots[:count], np.zeros(count, np.int32))
     for slot in slots:
         decoder.end(slot)
-
-
-def _follow(decoder: Decoder, answer: Answered) -> list[bool]:
-    """Whether each token is the likeliest after those before it."""
-    tokens = answer.tokens.tolist()
-    found = [int(decoder.begin(0, answer.prompt).argmax()) == tokens[0]]
-    for before, token in pairwise(tokens):
-        logits = decoder.step([0], np.array([before], np.int32))[0]
-        found.append(int(logits.argmax()) == token)
-    decoder.end(0)
-    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NotRequired, TypedDict
 
@@ -26,7 +25,7 @@ from hasten.server.inference import (
     refuse_parameters,
 )
 from hasten.server.models import READY, Model, repository
-from hasten.server.routes import Call, Route
+from hasten.server.routes import Call, Route, apart
 from hasten.server.text_inference import describe
 from hasten.server.text_inference import infer as start
 
@@ -132,11 +131,11 @@ def repository_index(call: Call) -> None:
 
 def repository_load(call: Call) -> None:
     check_load(_repository_request(call).parameters)
-    _apart(call, lambda: call.models.load_again(call.names["model"]))
+    _done_apart(call, lambda: call.models.load_again(call.names["model"]))
 
 
 def repository_unload(call: Call) -> None:
-    _apart(call, lambda: call.models.unload(call.names["model"]))
+    _done_apart(call, lambda: call.models.unload(call.names["model"]))
 
 
 def _repository_request(call: Call) -> RepositoryRequest:
@@ -148,21 +147,14 @@ def _found(call: Call) -> Model:
     return call.named(call.names["model"])
 
 
-def _apart(call: Call, work: Callable[[], object]) -> None:
-    """What takes seconds happens on a thread of its own, and is answered when it is done."""
+def _done_apart(call: Call, work: Callable[[], object]) -> None:
+    """What takes seconds, and is answered by nothing."""
 
-    def run() -> None:
-        try:
-            work()
-        except HastenError as error:
-            call.exchange.fail(error)
-        except Exception:
-            logger.exception("%s failed", call.exchange.path)
-            call.exchange.fail(StageError("it failed; the server's log says why"))
-        else:
-            call.exchange.reply(Response.text(""))
+    def done() -> Response:
+        work()
+        return Response.text("")
 
-    threading.Thread(target=run, daemon=True).start()
+    apart(call, done)
 
 
 def _read(exchange: Exchange) -> tuple[InferRequest, memoryview]:

@@ -1,0 +1,167 @@
+"""Our own runtime for encoders on NVIDIA GPUs: packed tokens, fused kernels, a CUDA graph for each size of batch.
+
+Made from the PyTorch module's weights, with no graph between. A batch costs its real tokens, rounded up to a bucket;
+a bucket that was seen before is one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from hasten.backends import MODEL, Artifact, Dialect, RunOptions, Source, probe_packages
+from hasten.backends.fused.session import ABOUT, CUDA, DTYPES, NARROW, About, FusedSession, read_about, translated
+from hasten.backends.torch import probe_torch_gpu
+from hasten.core.errors import StageError
+from hasten.core.hardware import Machine
+from hasten.core.tensors import Batch
+from hasten.core.variant import Precision, Support, Variant
+
+if TYPE_CHECKING:
+    from hasten.kernels.weights import Reading
+
+FILE = "model.safetensors"
+# Tensor cores for bf16, and what the kernels are written for.
+OLDEST = (8, 0)
+# Those for fp8: Ada, Hopper and newer.
+_OLDEST = {Precision.FP8: (8, 9)}
+# Kernels that overlap.
+HOPPER = (9, 0)
+# GELU by tanh, which cuBLAS computes with the product in front of it.
+_GELU = "gelu"
+# Products that stay in half precision.
+_KEEP = "keep"
+
+
+class Fused:
+    name = "fused"
+    requires = ("torch", "triton", "safetensors")
+    extra = "fused"
+    dialect = Dialect.MODULE
+    is_stored = True
+
+    def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
+        if not machine.gpus:
+            return Support.no("there is no NVIDIA GPU here")
+        gpu, capability = machine.gpus[0], tuple(map(int, machine.gpus[0].capability.split(".")))
+        if capability < OLDEST:
+            return Support.no(f"it needs compute capability 8.0, and {gpu.name} has {gpu.capability}")
+        support = probe_packages(self)
+        if not support.ok or variant is None:
+            return support
+        if variant.device != CUDA:
+            return Support.no(f"it runs on '{CUDA}', not on '{variant.device}'")
+        if variant.precision not in (*DTYPES, *NARROW):
+            return Support.no(f"it does not compute in {variant.precision}")
+        oldest = _OLDEST.get(variant.precision, OLDEST)
+        if capability < oldest:
+            needed = ".".join(map(str, oldest))
+            return Support.no(f"{variant.precision} needs compute capability {needed}; {gpu.name} has {gpu.capability}")
+        # How many products are kept is the builder's business, which says which.
+        if any(way != _GELU and not (variant.precision in NARROW and way.startswith(_KEEP)) for way in variant.ways):
+            known = f"'{_GELU}' and, in eight bits, '{_KEEP}N'"
+            return Support.no(f"of the ways that variants are made in it knows {known} alone")
+        return probe_torch_gpu(machine)
+
+    def variants(self, machine: Machine) -> Sequence[Variant]:
+        """Eight bits have to be calibrated first."""
+        offered = [Variant(self.name, Precision.FP16, CUDA, ways) for ways in ((), (_GELU,))]
+        return [variant for variant in offered if self.probe(machine, variant).ok]
+
+    def make(self, source: Source, variant: Variant, directory: Path) -> Artifact:
+        import torch
+        from safetensors.torch import save_file
+
+        from hasten.kernels.activation import TANH
+        from hasten.kernels.weights import read_dense
+
+        module: Any = source.module
+        reading = _read(source, variant)
+        # Where token vectors are pooled, what stands behind them is not the model's but the pooling's.
+        pooled = getattr(module, "head", None)
+        pooling = tuple(str(kind.value) for kind in pooled.pooling) if pooled is not None else ()
+        steps, dense = read_dense(pooled.dense) if pooled is not None else (reading.head, {})
+        geometry = replace(reading.geometry, activation=TANH) if _GELU in variant.ways else reading.geometry
+        about = About(geometry, steps, pooling, bool(pooled is not None and pooled.normalize))
+        save_file({**_narrowed(reading, source, variant), **dense}, directory / FILE)
+        (directory / ABOUT).write_bytes(msgspec.json.encode(about))
+        artifact = Artifact(variant, source.signature, directory, {MODEL: FILE})
+        if torch.cuda.is_available():
+            with self.open(artifact, RunOptions()) as session:
+                session.tune(directory)
+        return artifact
+
+    def most_sensitive(self, source: Source, variant: Variant) -> Sequence[str]:
+        from hasten.kernels.calibrate import most_sensitive
+
+        reading = _read(source, variant)
+        with translated(f"the products of {variant} cannot be told apart"):
+            return most_sensitive(reading.geometry, _placed(reading), _rows(source, variant), _narrow(variant))
+
+    def tune(self, artifact: Artifact) -> None:
+        """Measure what its build has measured, on its own GPU and with its libraries, for those that are here."""
+        with self.open(artifact, RunOptions()) as session:
+            if not session.is_tuned:
+                session.tune()
+
+    def open(self, artifact: Artifact, options: RunOptions) -> FusedSession:
+        import torch
+        from safetensors.torch import load_file
+
+        about = read_about(artifact)
+        with translated(f"{artifact.variant} cannot be loaded"):
+            weights = load_file(artifact.path(), device=CUDA)
+            is_dependent = torch.cuda.get_device_capability() >= HOPPER
+            return FusedSession(about, weights, artifact, device=CUDA, is_dependent=is_dependent)
+
+
+def _read(source: Source, variant: Variant) -> Reading:
+    """The model's weights in half precision."""
+    import torch
+
+    from hasten.kernels.weights import cast, read
+
+    module: Any = source.module
+    return cast(read(module.model), getattr(torch, DTYPES[_half(variant)]))
+
+
+def _half(variant: Variant) -> Precision:
+    return Precision.FP16 if variant.precision in NARROW else variant.precision
+
+
+def _narrow(variant: Variant) -> Any:
+    import torch
+
+    return getattr(torch, NARROW[variant.precision])
+
+
+def _narrowed(reading: Reading, source: Source, variant: Variant) -> Mapping[str, Any]:
+    """With the weights of products in eight bits, where that is the variant's precision."""
+    if variant.precision not in NARROW:
+        return reading.weights
+    from hasten.kernels.calibrate import maxima, narrowed
+
+    with translated(f"{variant} cannot be calibrated"):
+        seen = maxima(reading.geometry, _placed(reading), _rows(source, variant))
+        return narrowed(reading.weights, seen, _narrow(variant), source.keep)
+
+
+def _placed(reading: Reading) -> Mapping[str, Any]:
+    """Where they are computed with: on the CPU, through Triton's interpreter, in fp32."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    return {name: value.to(CUDA) if on_gpu else value.float() for name, value in reading.weights.items()}
+
+
+def _rows(source: Source, variant: Variant) -> Batch:
+    if source.calibration is None or not len(source.calibration):
+        raise StageError(f"{variant} is calibrated, and there are no rows to calibrate on")
+    return source.calibration
+
+
+BACKEND = Fused()
