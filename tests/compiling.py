@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hasten.kernels import activation, attend, attention, contract, embed, expand, multiply, norm, squeeze
+from hasten.kernels import activation, attend, attention, contract, embed, expand, head, multiply, norm, squeeze
 
 WIDTH, INNER, SIZE = 768, 3072, 64
 POINTERS = {
@@ -77,6 +77,14 @@ def kernels(capability: int, narrow: str) -> None:
     compile_for(
         contract._contract, capability, {**sizes, "weight": pointer}, {**few, "rows": 16, "columns": 64, "depth": 256}
     )
+    for is_many in (True, False):
+        compile_for(
+            head._dense, capability, {**sizes, "rows": "*i32", "weight": "*fp32", "out": "*fp32", "count": "i32"},
+            {
+                "has_rows": True, "activation": "tanh", "is_many": is_many, "depth": 256 if is_many else 1024,
+                "columns_at_once": 16, "rows_at_once": 16 if is_many else 1,
+            },
+        )  # fmt: skip
     for cut in multiply.CUTS:
         for is_squeezed in (True, False):
             compile_for(
@@ -85,6 +93,7 @@ def kernels(capability: int, narrow: str) -> None:
                 {
                     **common, "largest": largest if is_squeezed else 0.0, "has_bias": is_squeezed,
                     "has_steps": has_steps, "has_gelu": is_squeezed, "is_tanh": False, "is_fp8": narrow == "fp8",
+                    "sums_fast": not is_squeezed,
                     "is_even": True, "rows_at_once": cut.rows, "columns_at_once": cut.columns,
                     "depth_at_once": cut.depth, "group": 8,
                 }, num_warps=cut.warps, num_stages=cut.stages,

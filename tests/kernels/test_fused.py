@@ -228,7 +228,7 @@ def test_it_says_which_gpu_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot use the GPU" in BACKEND.probe(new, VARIANT).reason
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert [variant.name for variant in BACKEND.variants(new)] == ["fused-fp16@cuda", "fused-fp16+gelu@cuda"]
-    assert "knows 'gelu' and" in BACKEND.probe(new, Variant("fused", Precision.FP16, "cuda", ("smooth",))).reason
+    assert "knows 'gelu', in" in BACKEND.probe(new, Variant("fused", Precision.FP16, "cuda", ("smooth",))).reason
     assert "not on 'cpu'" in BACKEND.probe(new, Variant("fused", Precision.FP16)).reason
     assert "fp32" in BACKEND.probe(new, Variant("fused", Precision.FP32, "cuda")).reason
     fp8, int8 = (Variant.parse(f"fused-{name}+gelu+keep2@cuda") for name in ("fp8", "int8"))

@@ -14,8 +14,9 @@ from hasten.kernels.squeeze import FP8, INT8, LARGEST, Squeeze, squeeze_weight
 from ops import DEVICE, MIXED, TOKENS, check, draw, sequence_of, starts_of
 
 HALF = torch.float32 if DEVICE == "cpu" else torch.float16
-# Relative to the whole: what differs is the order of sums, and what that rounds to another number now and then.
-ROUNDED = {FP8: 2e-3, INT8: 2e-3}
+# Relative to the whole: what differs is the order of sums, and on a GPU what halves round on the way; and of that what
+# becomes another number of eight bits now and then.
+ROUNDED = 2e-3 if DEVICE == "cpu" else 5e-3
 CUT = Cut(32, 32, 32, 4, 2)
 dtypes = pytest.mark.parametrize("dtype", [FP8, INT8], ids=["fp8", "int8"])
 uniform = pytest.mark.parametrize("is_uniform", [True, False], ids=["one", "channels"])
@@ -31,7 +32,7 @@ def alike(found: Any, expected: Any) -> None:
     """The same numbers, but for a few that lie between two."""
     assert found.dtype == expected.dtype
     difference = (found.float() - expected.float()).norm() / expected.float().norm()
-    assert difference.item() <= ROUNDED[found.dtype]  # which no NaN is
+    assert difference.item() <= ROUNDED  # which no NaN is
 
 
 def drawn(*shape: int, dtype: Any) -> Any:

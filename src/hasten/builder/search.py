@@ -24,7 +24,7 @@ LADDER = {
         "onnxruntime-int8+attention+smooth+split+gelu",
     ),
     "openvino": ("openvino-int8",),
-    "fused": ("fused-fp8@cuda", "fused-fp8+gelu@cuda", "fused-int8@cuda"),
+    "fused": ("fused-fp8@cuda", "fused-fp8+gelu@cuda", "fused-fp8+gelu+fast@cuda", "fused-int8@cuda"),
 }
 # … then what seldom does.
 _LAST = {

@@ -80,8 +80,12 @@ def multiply(
     kind: str | None = None,
     squeeze: Squeeze | None = None,
     cut: Cut = USUAL,
+    sums_fast: bool = False,
 ) -> Any:
-    """x (rows, depth) · weight (columns, depth)ᵀ · step + bias, and GELU of the `kind`; in `dtype`, or squeezed."""
+    """x (rows, depth) · weight (columns, depth)ᵀ · step + bias, and GELU of the `kind`; in `dtype`, or squeezed.
+
+    `sums_fast`: products of fp8 are added up in the fewer bits that Hopper's tensor cores have, not in fp32.
+    """
     (rows, depth), columns = x.shape, weight.shape[0]
     if squeeze is None:
         out = torch.empty((rows, columns), dtype=dtype, device=x.device)
@@ -102,6 +106,7 @@ def multiply(
         has_gelu=kind is not None,
         is_tanh=kind == TANH,
         is_fp8=x.dtype == FP8,
+        sums_fast=sums_fast,
         is_even=depth % cut.depth == 0,
         rows_at_once=cut.rows,
         columns_at_once=cut.columns,
@@ -130,6 +135,7 @@ def _multiply(
     has_gelu: tl.constexpr,
     is_tanh: tl.constexpr,
     is_fp8: tl.constexpr,
+    sums_fast: tl.constexpr,
     is_even: tl.constexpr,
     largest: tl.constexpr,
     is_uniform: tl.constexpr,
@@ -155,7 +161,9 @@ def _multiply(
         else:
             values = tl.load(x_at, mask=(start + k < depth)[None, :], other=0.0)
             weights = tl.load(weight_at, mask=(start + k < depth)[:, None], other=0.0)
-        if is_fp8:
+        if is_fp8 and sums_fast:
+            total = tl.dot(values, weights, total)
+        elif is_fp8:
             # Hopper's tensor cores add fp8 products in fewer bits than fp32: not more than one block of them.
             total = tl.dot(values, weights, total, max_num_imprecise_acc=depth_at_once)
         else:

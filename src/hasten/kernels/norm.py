@@ -51,8 +51,8 @@ def layer_norms(
     out = torch.empty((rows, width), dtype=scale.dtype, device=x.device)
     narrow = out if squeeze is None else squeeze.empty(rows, width)
     block = triton.next_power_of_2(width)
-    # A few rows a program: one alone is over before it is launched.
-    per_program = max(1, min(4, 4096 // block))
+    # A few rows a program: one alone is over before it is launched, unless it has twice to write.
+    per_program = 1 if squeeze is not None and block > 512 else max(1, min(4, 4096 // block))
     _norm[(triton.cdiv(rows, per_program),)](
         x,
         x if bias is None else bias,

@@ -61,7 +61,7 @@ class Products:
 
     def __init__(self, dtype: Any, device: Any = "cuda", *, sums_fast: bool = False) -> None:
         """`sums_fast`: products of fp8 are added up in the fewer bits that tensor cores have, not in fp32."""
-        self.dtype, self._sums_fast = dtype, sums_fast
+        self.dtype, self.sums_fast = dtype, sums_fast
         self._library = _load()
         self._handle = c_void_p()
         self._call("cublasLtCreate", byref(self._handle))
@@ -180,7 +180,7 @@ class Products:
         epilogue = _GELU_BIAS if what.has_gelu else _BIAS if what.has_bias else _PLAIN
         self._set(about, _EPILOGUE, c_uint32(epilogue))
         if what.takes:
-            self._set(about, _FAST_SUMS, c_int8(self._sums_fast))
+            self._set(about, _FAST_SUMS, c_int8(self.sums_fast))
             if what.has_bias:
                 self._set(about, _BIAS_REAL, c_int32(_REALS[self.dtype]))
         weight, x = (self._layout(what.depth, side, what.takes) for side in (what.columns, what.rows))

@@ -29,6 +29,7 @@ class Roads:
 
     def __init__(self, kind: str, dtype: Any, products: Products | None = None) -> None:
         self._kind, self._dtype, self._products = kind, dtype, products
+        self._sums_fast = products is not None and products.sums_fast
         self._chosen: dict[Product, str] = {}
         self._one: Any = None
 
@@ -95,11 +96,17 @@ class Roads:
         kind = self._kind if what.has_gelu else None
         if name == OWN:
             cut = Cut.parse(detail) if detail else USUAL
-            return multiply(x, weight, step, bias, dtype=self._dtype, kind=kind, squeeze=squeeze, cut=cut)
+            return multiply(
+                x, weight, step, bias,
+                dtype=self._dtype, kind=kind, squeeze=squeeze, cut=cut, sums_fast=self._sums_fast,
+            )  # fmt: skip
         if name == TORCH:
             if self._one is None:
                 self._one = torch.ones_like(step)
-            y = torch._scaled_mm(x, weight.T, scale_a=self._one, scale_b=step, bias=bias, out_dtype=self._dtype)
+            y = torch._scaled_mm(
+                x, weight.T, scale_a=self._one, scale_b=step, bias=bias, out_dtype=self._dtype,
+                use_fast_accum=self._sums_fast,
+            )  # fmt: skip
             return y if kind is None else gelu_(y, kind, squeeze)
         assert self._products is not None
         asked = self._asked(what)

@@ -68,7 +68,8 @@ def circumstances(products: Products) -> str:
     libraries = (
         f"hasten {__version__}, cuBLASLt {library_version()}, PyTorch {torch.__version__}, Triton {triton.__version__}"
     )
-    return f"{torch.cuda.get_device_name()}, {libraries}, {products.dtype}"
+    sums = ", sums fast" if products.sums_fast else ""
+    return f"{torch.cuda.get_device_name()}, {libraries}, {products.dtype}{sums}"
 
 
 def cached(encoder: Encoder, products: Products) -> Path:

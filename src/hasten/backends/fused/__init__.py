@@ -33,6 +33,8 @@ _OLDEST = {Precision.FP8: (8, 9)}
 HOPPER = (9, 0)
 # GELU by tanh, which cuBLAS computes with the product in front of it.
 _GELU = "gelu"
+# Products of fp8 added up as tensor cores do by themselves, in fewer bits than fp32.
+_FAST = "fast"
 # Products that stay in half precision.
 _KEEP = "keep"
 
@@ -61,10 +63,9 @@ class Fused:
         if capability < oldest:
             needed = ".".join(map(str, oldest))
             return Support.no(f"{variant.precision} needs compute capability {needed}; {gpu.name} has {gpu.capability}")
-        # How many products are kept is the builder's business, which says which.
-        if any(way != _GELU and not (variant.precision in NARROW and way.startswith(_KEEP)) for way in variant.ways):
-            known = f"'{_GELU}' and, in eight bits, '{_KEEP}N'"
-            return Support.no(f"of the ways that variants are made in it knows {known} alone")
+        if not all(_is_known(way, variant.precision) for way in variant.ways):
+            known = f"'{_GELU}', in eight bits '{_KEEP}N', and in fp8 '{_FAST}'"
+            return Support.no(f"of the ways that variants are made in it knows {known}, and no others")
         return probe_torch_gpu(machine)
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
@@ -86,7 +87,8 @@ class Fused:
         pooling = tuple(str(kind.value) for kind in pooled.pooling) if pooled is not None else ()
         steps, dense = read_dense(pooled.dense) if pooled is not None else (reading.head, {})
         geometry = replace(reading.geometry, activation=TANH) if _GELU in variant.ways else reading.geometry
-        about = About(geometry, steps, pooling, bool(pooled is not None and pooled.normalize))
+        normalizes = bool(pooled is not None and pooled.normalize)
+        about = About(geometry, steps, pooling, normalizes, sums_fast=_FAST in variant.ways)
         save_file({**_narrowed(reading, source, variant), **dense}, directory / FILE)
         (directory / ABOUT).write_bytes(msgspec.json.encode(about))
         artifact = Artifact(variant, source.signature, directory, {MODEL: FILE})
@@ -117,6 +119,12 @@ class Fused:
             weights = load_file(artifact.path(), device=CUDA)
             is_dependent = torch.cuda.get_device_capability() >= HOPPER
             return FusedSession(about, weights, artifact, device=CUDA, is_dependent=is_dependent)
+
+
+def _is_known(way: str, precision: Precision) -> bool:
+    """How many products are kept is the builder's business, which says which."""
+    is_kept = precision in NARROW and way.startswith(_KEEP)
+    return way == _GELU or is_kept or (way == _FAST and precision is Precision.FP8)
 
 
 def _read(source: Source, variant: Variant) -> Reading:

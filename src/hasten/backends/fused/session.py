@@ -40,6 +40,8 @@ class About:
     head: tuple[str, ...]
     pooling: tuple[str, ...]
     normalize: bool
+    # Whether products of fp8 are added up in fewer bits than fp32.
+    sums_fast: bool = False
 
 
 def read_about(artifact: Artifact) -> About:
@@ -49,7 +51,8 @@ def read_about(artifact: Artifact) -> About:
         # Imported late, so that its name is not known where the types are read.
         raw = msgspec.json.decode((artifact.directory / ABOUT).read_bytes())
         geometry = msgspec.convert(raw.pop("geometry"), Geometry)
-        return About(geometry, tuple(raw["head"]), tuple(raw["pooling"]), raw["normalize"])
+        is_fast = bool(raw.get("sums_fast", False))
+        return About(geometry, tuple(raw["head"]), tuple(raw["pooling"]), raw["normalize"], is_fast)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise StageError(f"{artifact.variant} cannot be loaded: {ABOUT}: {error}") from error
 
@@ -80,7 +83,7 @@ class FusedSession(OpenSession):
 
         self._about, self._weights, self.prunes = about, weights, prunes
         is_gpu = device == CUDA
-        self._products = Products(weights["words"].dtype) if is_gpu else None
+        self._products = Products(weights["words"].dtype, sums_fast=about.sums_fast) if is_gpu else None
         self._encoder = Encoder(
             about.geometry,
             weights,
