@@ -30,7 +30,7 @@ CHOICES: tuple[Choice, ...] = (
 
 
 @contextmanager
-def calibration(method: str = Method.PERCENTILE, value: float | None = None) -> Iterator[Callable[..., None]]:
+def calibration(method: str = Method.MSE, value: float | None = None) -> Iterator[Callable[..., None]]:
     """Gives `calibrate(model, batches)`, which leaves the model quantized; batches stream, none is kept."""
     check_method(method, value, Precision.INT8)
 
