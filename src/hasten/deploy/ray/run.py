@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from hasten.bundle import open_bundle
 from hasten.core.errors import HastenError, PlanError, StageError, UnavailableError, UnsupportedError, missing_package
 from hasten.core.hardware import usable_cores
-from hasten.deploy.ray.config import APPLICATION, fleet, share_of, write
+from hasten.deploy.ray.config import APPLICATION, fleet, share_of, with_gpus, write
 from hasten.deploy.ray.replica import open_once
 from hasten.server.run import Addresses, bundle_paths
 from hasten.server.settings import Settings
@@ -41,7 +41,7 @@ def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: No
     is_own = settings.address is None
     if is_own:
         settings = replace(settings, port=_free_port(settings.host, settings.port))
-    document = fleet(settings)
+    document, settings = fleet(settings), with_gpus(settings)
     _check(settings)
     if find_spec("ray") is None:
         raise missing_package("ray", "serving on Ray", "ray")

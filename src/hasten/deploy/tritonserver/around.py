@@ -33,6 +33,7 @@ _LEAST = (
     " load beside them. For those, write it with `--variant graph`."
 )
 _PLACE = " The engine runs on {place}, and on nothing else: for another server build the bundle there."
+_ON_GPU = " The model runs on the first GPU that the server sees: for others start a server for each."
 _MASKED = "Paris is the {mask} of France."
 
 _DOCKERFILE = Template("""\
@@ -209,6 +210,8 @@ def _readme(repository: Repository, packages: str, command: str, length: int) ->
     least = _LEAST.format(version=repository.least_onnxruntime) if repository.least_onnxruntime else ""
     if repository.place:
         least = _PLACE.format(place=repository.place)
+    if not is_native and repository.device == CUDA:
+        least = _ON_GPU
     models = {repository.model: "the model: token ids in, tensors out"}
     if repository.tokenize is not None:
         models[repository.tokenize] = "texts to token ids"
