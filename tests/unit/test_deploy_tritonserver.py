@@ -187,7 +187,10 @@ def test_the_tokenizer_needs_tokenizers_and_numpy_alone(tmp_path: Path) -> None:
     assert loaded.isdisjoint({"msgspec", "onnxruntime", "hasten.tasks", "hasten.bundle", "hasten.core.report"})
 
 
-@pytest.mark.parametrize(("module", "brings"), [("tasks.question_answering", "TASK"), ("backends.openvino", "BACKEND")])
+@pytest.mark.parametrize(
+    ("module", "brings"),
+    [("tasks.question_answering", "TASK"), ("backends.openvino", "BACKEND"), ("backends.fused", "BACKEND")],
+)
 def test_what_is_shipped_is_whole(tmp_path: Path, module: str, brings: str) -> None:
     ship([f"hasten.{module}"], tmp_path)
     loaded = modules_after(tmp_path, f"hasten.{module}")

@@ -9,6 +9,7 @@ from hasten.bundle import Bundle
 from hasten.core.variant import CPU, CUDA, Variant
 from hasten.deploy.tritonserver.options import FUSED
 
+_TRITON = "triton"
 # By backend and device, what a session of ours imports. ONNX Runtime for GPUs brings the libraries of CUDA that it was
 # built for: those of the image may be others.
 _NEEDED = {
@@ -16,12 +17,16 @@ _NEEDED = {
     ("graph", CPU): ("onnxruntime",),
     ("openvino", CPU): ("openvino",),
     ("onnxruntime", CUDA): ("onnxruntime-gpu[cuda,cudnn]",),
-    (FUSED, CUDA): ("msgspec", "safetensors", "torch", "triton"),
+    (FUSED, CUDA): ("msgspec", "safetensors", "torch", _TRITON),
 }
 
 
 def needed(variant: Variant) -> tuple[str, ...]:
     return _NEEDED[variant.backend, variant.device]
+
+
+def needs_compiler(packages: Sequence[str]) -> bool:
+    return any(package.partition("==")[0] == _TRITON for package in packages)
 
 
 def pinned(bundle: Bundle, names: Sequence[str]) -> tuple[str, ...]:
