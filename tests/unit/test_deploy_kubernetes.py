@@ -136,6 +136,7 @@ def test_a_variant_for_a_gpu_gets_one(
     # Another than the one for processors, in which it would not get ready.
     assert container(written)["image"] == f"hasten:{__version__}-gpu"
     assert environment(written)["HASTEN_VARIANT"] == name
+    assert environment(written)["TRITON_CACHE_DIR"].startswith("/var/cache/hasten/")
     # No more sentences on more cores.
     waiting = ("spec", "metrics", 0, "pods", "target", "averageValue")
     assert place(deploy("--threads", "8")["autoscaler.yaml"], *waiting) == "10"

@@ -187,6 +187,9 @@ class Pod:
         if options.threads or options.instances:
             instances = options.instances or 1
             values |= {"HASTEN_INSTANCES": str(instances), "HASTEN_THREADS": str(self.cores // instances)}
+        if self.gpus:
+            # Triton would keep what it compiles in a home directory, which the user has not.
+            values["TRITON_CACHE_DIR"] = f"{CACHE}/triton"
         listed = variables(values)
         if options.keys_secret:
             key = {"name": options.keys_secret, "key": "api-keys"}
