@@ -46,7 +46,9 @@ def repository(
 ) -> Repository:
     folder = tmp_path_factory.mktemp("fused")
     (folder / "made").mkdir()
-    artifact = BACKEND.make(loaded.source, VARIANT, folder / "made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedSession, "tune", lambda *_: None)
+        artifact = BACKEND.make(loaded.source, VARIANT, folder / "made")
     bundle = quick_build(tiny_classifier("bert"), variants=["onnxruntime-fp32"], batch_size=(1, 2, 4))
     files = {file.name: file.read_bytes() for file in (artifact.path(), folder / "made" / "fused.json")}
     place = tmp_path_factory.mktemp("models")

@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of each instance (default: as ONNX Runtime has it; in Python the cores, shared out)",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: what it was built for, or as the server decides")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: what it was built for, or as the server decides"
+    )
     parser.add_argument("--cache", action="store_true", help="let the server answer again what it has answered")
     parser.add_argument(
         "--max-delay-us", type=int, metavar="N", help="a request waits for others (default: from the benchmark)"

@@ -163,13 +163,13 @@ def _untried(variant: Variant, options: Options) -> str | None:
 
 def _why_not(variant: Variant, options: Options) -> str | None:
     backend, precision = variant.backend, variant.precision
+    if variant.device == CUDA and options.device == CPU:
+        return "it runs on GPUs"
     if backend not in _RUNS[options.runtime]:
         other = next((one for one, runs in _RUNS.items() if backend in runs), None)
         also = f", with --runtime {other} it does" if other is not None else ""
         return f"--runtime {options.runtime} does not run {backend}{also}"
     if variant.device == CUDA:
-        if options.device == CPU:
-            return "it runs on GPUs"
         return "it has no threads to be given" if options.threads is not None else None
     if options.device != CUDA:
         return None
