@@ -151,9 +151,16 @@ def test_a_gpus_image_and_size_are_told(
     assert main(words) == 0
     assert f"each pod runs {name} on 1 GPU, 2 cores and" in capsys.readouterr().out
     assert f"ARG BASE=hasten:{__version__}-gpu\n" in (tmp_path / "out" / "Dockerfile").read_text()
-    assert "make image GPU=1" in (tmp_path / "out" / "README.md").read_text()
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert "make image GPU=1" in readme
+    assert "sentences a second that the benchmark measured on a GPU" in readme
+    assert "TensorRT" not in readme
     assert main([*words, "--gpu", "2", "--force"]) == 2
     assert "--gpu 2: a server computes on one GPU" in capsys.readouterr().err
+    engine = "tensorrt-fp16@cuda"
+    write_bundle(model.path, make_manifest(engine), measured=manifests.measured(report, engine))
+    assert main([*words, "--force"]) == 0
+    assert "TensorRT lies outside PyPI: put it into that image" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_server_understands_its_environment(deploy: Any) -> None:

@@ -263,7 +263,7 @@ def _about_gpus(pod: Pod, service: Service) -> str:
         return ""
     is_by_cpu = _scales_by(pod, service).endswith("of the CPU in use") and pod.options.is_scaled
     warning = "\nThe CPU says little about how busy a GPU is: scale by the queue where you can.\n" if is_by_cpu else ""
-    return f"{pods.ABOUT_GPUS if service.runtime is Runtime.HASTEN else ''}{warning}"
+    return f"{pod.about_gpus() if service.runtime is Runtime.HASTEN else ''}{warning}"
 
 
 def _bringing(pod: Pod, image: str | None, service: Service) -> str:

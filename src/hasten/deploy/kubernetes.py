@@ -219,7 +219,7 @@ gRPC keeps its connection: clients balance themselves, or a mesh does.
 {pod.size} for each pod: the cores it was timed on (or `--threads` × `--instances`), and the peak
 that was measured, for each session, with room for the bodies of requests. Every pod runs `{pod.entry.name}`; on a node
 that cannot, it does not become ready, and its log says why.
-{pods.ABOUT_GPUS if pod.gpus else ""}{scaled if options.is_scaled else ""}{keys if options.keys_secret else open_door}
+{pod.about_gpus()}{scaled if options.is_scaled else ""}{keys if options.keys_secret else open_door}
 ## Stopping
 
 A pod that is to go is sent requests for up to {pods.LINGER_S} s more, then answers what it took for up to \

@@ -32,7 +32,7 @@ _STARTUP_PERIOD_S = 2
 # On a cold node, from a slow disk: so many times what loading took in the benchmark, and never less than this.
 _STARTUP_FACTOR, _STARTUP_LEAST_S = 60, 120
 _MEMORY_STEP = 64 * 2**20
-GPU_RESOURCE = "nvidia.com/gpu"
+_GPU, _TENSORRT = "nvidia.com/gpu", "tensorrt"
 
 # What Node Feature Discovery calls the instructions that a variant may ask for.
 _NODE_FEATURES = {
@@ -45,11 +45,12 @@ _NODE_FEATURES = {
     "dotprod": "ASIMDDP",
 }
 
-ABOUT_GPUS = f"""
-Nodes need NVIDIA's device plugin, which offers `{GPU_RESOURCE}`; pods tolerate the taint of that name. Where it lets
+_ABOUT_GPUS = f"""
+Nodes need NVIDIA's device plugin, which offers `{_GPU}`; pods tolerate the taint of that name. Where it lets
 several pods share a GPU (time slicing, MPS), each still asks for 1. The image is that of `make image GPU=1`, or has
 what that has: ONNX Runtime for CUDA, PyTorch and Triton.
 """
+_ABOUT_TENSORRT = "TensorRT lies outside PyPI: put it into that image, too, or no pod gets ready.\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,7 @@ class Pod:
     def resources(self) -> dict[str, object]:
         """Limits that are the requests, in whole cores: a pod keeps its cores to itself, where nodes allow it."""
         both = {"cpu": str(self.cores), "memory": self.memory}
-        gpus = {GPU_RESOURCE: str(self.gpus)} if self.gpus else {}
+        gpus = {_GPU: str(self.gpus)} if self.gpus else {}
         return {"requests": both, "limits": {**both, **gpus}}
 
     def environment(self) -> list[object]:
@@ -228,9 +229,15 @@ class Pod:
                 f"--gpu {self.gpus}: a server computes on one GPU", hint="--replicas runs more pods, with one each"
             )
 
+    def about_gpus(self) -> str:
+        """For who reads on what pods run."""
+        if not self.gpus:
+            return ""
+        return _ABOUT_GPUS + (_ABOUT_TENSORRT if self.entry.backend == _TENSORRT else "")
+
     def tolerations(self) -> dict[str, object]:
         """Nodes with GPUs are often kept free of pods that ask for none."""
-        taint = {"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}
+        taint = {"key": _GPU, "operator": "Exists", "effect": "NoSchedule"}
         return {"tolerations": [taint]} if self.gpus else {}
 
     def affinity(self) -> dict[str, object]:
