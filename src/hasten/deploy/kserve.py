@@ -261,7 +261,7 @@ kubectl wait --for=condition=Ready inferenceservice/{options.name}
 def _about_gpus(pod: Pod, service: Service) -> str:
     if not pod.gpus:
         return ""
-    is_by_cpu = _scales_by(pod, service).endswith("of the CPU in use") and pod.options.is_scaled
+    is_by_cpu = pod.options.is_scaled and service.mode is Mode.STANDARD and not service.prometheus
     warning = "\nThe CPU says little about how busy a GPU is: scale by the queue where you can.\n" if is_by_cpu else ""
     return f"{pod.about_gpus() if service.runtime is Runtime.HASTEN else ''}{warning}"
 

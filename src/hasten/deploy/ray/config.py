@@ -73,7 +73,7 @@ def fleet(settings: Settings) -> dict[str, Any]:
 
 
 def with_gpus(settings: Settings) -> Settings:
-    """Who is to have one, has one for each replica where it is not said how much of one: Ray hides all others."""
+    """With one for each replica where a bundle runs on one and nothing else was said: Ray hides all others."""
     variants = [
         bundle.chosen if settings.variant is None else bundle.entry(settings.variant)
         for bundle in _bundles(settings).values()

@@ -41,7 +41,7 @@ def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: No
     is_own = settings.address is None
     if is_own:
         settings = replace(settings, port=_free_port(settings.host, settings.port))
-    document, settings = fleet(settings), with_gpus(settings)
+    document = fleet(settings)
     _check(settings)
     if find_spec("ray") is None:
         raise missing_package("ray", "serving on Ray", "ray")
@@ -57,7 +57,8 @@ def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: No
     on_term = signal.getsignal(signal.SIGTERM)
     try:
         if is_own:
-            _start(settings)
+            # Not for what comes later: the next build may need none.
+            _start(with_gpus(settings))
         else:
             _connect(str(settings.address))
         signal.signal(signal.SIGTERM, on_term)  # Ray has set its own
