@@ -37,10 +37,11 @@ bench: $(VENV)/.dev ## repeat the published CPU numbers; nothing else may run me
 docs: $(VENV)/.dev ## write the generated reference pages
 	$(BIN)/python docs/generate.py
 
-image: ## a container that serves; BASE=… builds it on another image
+image: ## a container that serves; BASE=… builds it on another image, GPU=1 a second one for NVIDIA GPUs
 	@engine=$$(command -v docker || command -v podman) || \
 		{ echo "error: an image is built by docker or podman, and neither is installed" >&2; exit 1; }; \
-	"$$engine" build --file docker/Dockerfile $(if $(BASE),--build-arg BASE=$(BASE)) --tag hasten --tag hasten:$(VERSION) .
+	"$$engine" build --file docker/Dockerfile $(if $(BASE),--build-arg BASE=$(BASE)) --tag hasten --tag hasten:$(VERSION) .$(if $(GPU), && \
+	"$$engine" build --file docker/gpu.Dockerfile --build-arg BASE=hasten:$(VERSION) --tag hasten:gpu --tag hasten:$(VERSION)-gpu docker)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

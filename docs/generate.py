@@ -61,12 +61,14 @@ def command_line() -> str:
 
 def _option(action: argparse.Action) -> str:
     takes = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
+    takes = takes if isinstance(takes, str) else " ".join(takes)
     takes = "\\|".join(action.choices) if action.choices else takes
     several = " …" if action.nargs in ("+", "*") else ""
     flags = ", ".join(f"`{flag}`" for flag in action.option_strings)
-    meaning = action.help or ""
-    if isinstance(action.default, list) and action.default:
-        meaning += f" default: {' '.join(map(str, action.default))}"
+    meaning = (action.help or "").replace("%(default)s", str(action.default))
+    default = " ".join(map(str, action.default)) if isinstance(action.default, list) else ""
+    if default not in meaning:
+        meaning += f" default: {default}"
     return f"| {flags} {takes}{several} | {meaning.strip()} |"
 
 

@@ -7,6 +7,8 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -61,6 +63,34 @@ def classifier_bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: 
 def engine_bundle(classifier_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """The same with an engine of TensorRT in front."""
     return with_engine(classifier_bundle, tmp_path_factory.mktemp("operate"))
+
+
+@pytest.fixture(scope="session")
+def gpu() -> Callable[[], AbstractContextManager[pytest.MonkeyPatch]]:
+    """Where there is none, the session for it runs on the CPU, and nobody looks what landed there."""
+    from hasten.backends import BACKENDS
+    from hasten.backends.onnxruntime.cuda import CudaSession
+    from hasten.core.hardware import this_machine
+    from hasten.core.variant import Support, Variant
+
+    @contextmanager
+    def use() -> Iterator[pytest.MonkeyPatch]:
+        with pytest.MonkeyPatch.context() as patch:
+            if not BACKENDS.get("onnxruntime").probe(this_machine(), Variant.parse("onnxruntime-fp16@cuda")).ok:
+                patch.setattr("hasten.backends.onnxruntime.probe_provider", lambda _: Support.yes())
+                patch.setattr("hasten.backends.onnxruntime.check_placements", lambda _: None)
+                patch.setattr("hasten.backends.onnxruntime.CudaSession", partial(CudaSession, device="cpu"))
+            yield patch
+
+    return use
+
+
+@pytest.fixture(scope="session")
+def gpu_bundle(tiny_classifier: Any, quick_build: Any, gpu: Any) -> Bundle:
+    """Built for one, in both precisions; the one of half precision is the faster."""
+    with gpu():
+        names = ["onnxruntime-fp16@cuda", "onnxruntime-fp32@cuda"]
+        return quick_build(tiny_classifier("bert"), variants=names, speeds={"onnxruntime-fp32@cuda": 2.0})
 
 
 @pytest.fixture(scope="session")

@@ -272,7 +272,11 @@ def test_the_command(classifier_bundle: Bundle, tmp_path: Path, capsys: pytest.C
         (["--name", "a/b"], 2, "is no name for a model in tritonserver"),
         (["--variant", "onnxruntime-int8"], 2, "holds no variant 'onnxruntime-int8'"),
         (["--instances", "0"], 2, "--instances 0 is less than 1"),
-        (["--runtime", "python", "--device", "cuda"], 3, "runs on the CPU"),
+        (
+            ["--runtime", "python", "--device", "cuda"],
+            3,
+            "--runtime python runs what was built for processors on the CPU",
+        ),
         (["--check", "/nowhere/tritonserver"], 2, "there is no tritonserver at /nowhere/tritonserver"),
         (["--check", "127.0.0.1:9"], 7, "127.0.0.1:9 gives no answer"),
     ],

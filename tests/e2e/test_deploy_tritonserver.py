@@ -17,12 +17,14 @@ import pytest
 
 import hasten
 import tritonserver
-from engines import with_engine
+from engines import with_engine, with_variant
 from hasten.bundle import Bundle
 from hasten.cli import main
 from hasten.core.errors import StageError
+from hasten.core.hardware import this_machine
 from hasten.core.progress import Silent
 from hasten.core.tensors import pad, unpad
+from hasten.core.variant import Variant
 from hasten.deploy.tritonserver import Options, Repository, Runtime, write_models, write_repository
 from hasten.deploy.tritonserver.check import are_alike, check
 from hasten.deploy.tritonserver.client import Client
@@ -561,6 +563,35 @@ def test_the_server_accepts_an_engine_up_to_the_missing_library(
     )
     assert "transformer_tensorrt_tokenize: ready" in told.out
     assert "it has no TensorRT backend" in told.err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason", "error"),
+    [
+        ([], "unable to find backend library for backend 'onnxruntime'", "it has no ONNX Runtime backend"),
+        (["--runtime", "python"], "invalid or unsupported gpu id 0", "it has no GPU"),
+    ],
+)
+@pytest.mark.skipif(bool(this_machine().gpus), reason="there is a GPU here")
+def test_the_server_accepts_what_is_for_a_gpu_up_to_that(
+    bundles: dict[str, Bundle],
+    program: Program,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    reason: str,
+    error: str,
+) -> None:
+    plain = bundles["text-classification"]
+    variant, graph = Variant.parse("onnxruntime-fp32@cuda"), plain.graph().path()
+    bundle = with_variant(plain, tmp_path, variant, {graph.name: graph.read_bytes()})
+    command = ["deploy", "tritonserver", str(bundle.path), "-o", str(tmp_path / "models")]
+    assert main([*command, "--check", str(program.environment), "-q", *words]) == 3
+    told = capsys.readouterr()
+    assert f"models: {variant}" in told.out
+    assert re.search(f"transformer_onnx_model: .*{reason}", told.out)
+    assert "transformer_onnx_tokenize: ready" in told.out
+    assert f"accepted as far as this server goes: {error}" in told.err
 
 
 def test_check_says_what_it_could_not_prove(

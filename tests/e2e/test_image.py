@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tomllib
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,17 @@ def test_it_copies_what_may_be_copied_and_runs_as_nobody(steps: list[tuple[str, 
     assert copied == allowed
     assert of(steps, "USER") == ["10001:10001"]
     assert steps.index(("USER", "10001:10001")) > max(place for place, (word, _) in enumerate(steps) if word == "RUN")
+
+
+def test_the_one_for_gpus_has_what_they_need() -> None:
+    """Which is not installed here: it is gigabytes, and nothing would run it."""
+    text = (ROOT / "docker" / "gpu.Dockerfile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    needed = {re.split(r"[<>=;]", package)[0] for package in extras["fused"]}
+    (packages,) = re.findall(r"pip install --no-cache-dir (.+)", text)
+    assert set(shlex.split(packages)) == {*needed, "onnxruntime-gpu[cuda,cudnn]"}
+    assert text.index("pip uninstall --yes onnxruntime\n") < text.index("pip install")
+    assert text.rstrip().endswith("USER 10001:10001")
 
 
 def test_there_is_no_pytorch_in_it(installed: Path) -> None:

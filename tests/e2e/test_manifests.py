@@ -21,7 +21,10 @@ import yaml
 import installed
 import kserve_models
 import manifests
+from engines import with_variant
+from hasten.bundle import open_bundle
 from hasten.cli import main
+from hasten.core.variant import Variant
 
 STORED = "--storage s3://models/search"
 WAYS = [
@@ -69,10 +72,23 @@ def written(bundle: Path, target: Path, words: str) -> list[Any]:
     return [document for document in manifests.read(target).values() if document["kind"] != "Kustomization"]
 
 
-def test_the_models_of_its_client_take_what_is_written(check: Check, bundle: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def on_gpu(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a variant for GPUs in front."""
+    variant, plain = Variant.parse("onnxruntime-fp16@cuda"), open_bundle(bundle)
+    folder = tmp_path_factory.mktemp("gpu")
+    return with_variant(plain, folder, variant, {"model.onnx": plain.graph().path().read_bytes()}).path
+
+
+@pytest.mark.parametrize("which", ["bundle", "on_gpu"])
+def test_the_models_of_its_client_take_what_is_written(
+    check: Check, which: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    bundle = request.getfixturevalue(which)
     documents = [
         document for place, words in enumerate(WAYS) for document in written(bundle, tmp_path / str(place), words)
     ]
+    assert ("nvidia.com/gpu" in json.dumps(documents)) == (which == "on_gpu")
     assert {document["kind"] for document in documents} == {
         "InferenceService",
         "ServingRuntime",

@@ -24,7 +24,10 @@ import yaml
 
 import hasten
 import installed
+from engines import with_variant
 from hasten.bundle import Bundle
+from hasten.core.hardware import this_machine
+from hasten.core.variant import Variant
 from operating import sealed, swap, until
 
 pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
@@ -300,6 +303,43 @@ def test_replicas_are_added_where_requests_queue(fleet: Fleet, made: Made, tmp_p
     with asking(lambda: fleet.label("classifier"), clients=16) as clients:
         until(lambda: len(fleet.replicas()) == 2 or clients.failed, "a second replica", PATIENCE_S)
     assert not clients.failed
+
+
+# A Ray that is told of one GPU, which nobody looks for, and what it has left of it.
+SHARED = """
+import json, sys, urllib.request
+import ray
+from hasten.deploy.ray.config import fleet
+from hasten.deploy.ray.run import deploy
+from hasten.server.settings import Settings
+ray.init(address="local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
+settings = Settings.read({"bundles": [sys.argv[1]], "on": "ray", "address": "auto", "replicas": "2", "gpus": "0.5",
+                          "port": sys.argv[2], "threads": "1", "instances": "1"}, environment={})
+before = ray.available_resources()["GPU"]
+url = deploy(fleet(settings))
+body = json.dumps({"inputs": "one answer"}).encode()
+answer = json.load(urllib.request.urlopen(urllib.request.Request(url + "/predict", body), timeout=60))
+print(json.dumps({"answer": answer, "gpus": [before, ray.available_resources().get("GPU", 0.0)]}))
+ray.shutdown()
+"""
+
+
+@pytest.mark.skipif(bool(this_machine().gpus), reason="there is a GPU here, which the bundle is not for")
+def test_two_replicas_share_a_gpu(python: str, made: Made, tmp_path: Path) -> None:
+    """As Ray counts them; what they hold of it runs on the CPU here."""
+    graph = made.bundle.graph().path()
+    variant = Variant.parse("onnxruntime-fp32@cuda")
+    bundle = with_variant(made.bundle, tmp_path, variant, {graph.name: graph.read_bytes()})
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    environment = {**variables(), "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+    words = [python, "-c", SHARED, str(bundle.path), port]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))  # Ray prints there, too
+    told = json.loads(line)
+    assert told["answer"][0]["label"] in LABELS
+    assert told["gpus"] == [1.0, 0.0]
 
 
 def test_a_cluster_that_is_not_there(python: str, made: Made) -> None:

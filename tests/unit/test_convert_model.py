@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 
 from hasten.cli.convert_model import _order, parser, run
 from hasten.core.errors import PlanError
+from hasten.core.hardware import Gpu, this_machine
+from hasten.core.variant import Support
 from hasten.deploy.convert import Latencies, Measures, max_error, place_graph
 from hasten.graph import write_graph
 
@@ -122,6 +125,38 @@ def test_what_is_asked_for_is_what_is_deployed(words: str, backends: tuple[str, 
     order = _order(parser().parse_args([*MODEL, *words.split()]))
     assert order.backends == backends
     assert {name.partition("-")[0] for name in order.plan.variants} == set(backends)
+
+
+@pytest.mark.parametrize(
+    ("packages", "loading", "told"),
+    [
+        (
+            Support.no("the package 'tensorrt' is not installed", "pip install 'hasten[tensorrt]'"),
+            None,
+            "not installed",
+        ),
+        (Support.yes(), "libnvinfer.so.11: cannot open shared object file", "TensorRT does not load: libnvinfer.so.11"),
+    ],
+)
+def test_what_is_missing_of_tensorrt_is_named(
+    packages: Support,
+    loading: str | None,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Beside a GPU, before any work: the package, or the libraries that it comes without."""
+    machine = replace(this_machine(), gpus=(Gpu("NVIDIA H200", 2**37, "9.0", "580.0"),))
+    monkeypatch.setattr("hasten.core.hardware.this_machine", lambda: machine)
+    monkeypatch.setattr("hasten.backends.tensorrt.probe_packages", lambda _: packages)
+    monkeypatch.setattr("hasten.backends.tensorrt.loading_error", lambda: loading)
+    assert run([*MODEL, "--backend", "tensorrt", "-o", str(tmp_path / "out")]) == 3
+    first, hint = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: the backend tensorrt does not run here: ")
+    assert told in first
+    assert hint.startswith("  hint: ")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_lies_at_the_output_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

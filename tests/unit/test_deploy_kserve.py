@@ -196,3 +196,39 @@ def test_tritonserver_is_sized_for_what_it_runs(
     for given, variant in (([], fastest), (by_tritonserver, FP32), ([*by_tritonserver, "--variant", fastest], fastest)):
         assert main([*words, *given]) == 0
         assert f"each pod runs {variant} on" in capsys.readouterr().out
+
+
+HALF = "onnxruntime-fp16@cuda"
+
+
+@pytest.fixture
+def on_gpu(write_bundle: Any, make_manifest: Any, report: Report, model: Bundle) -> Bundle:
+    """Of what is in it tritonserver's own backends run the second."""
+    names = ("fused-fp16@cuda", HALF)
+    return write_bundle(model.path, make_manifest(*names), measured=manifests.measured(report, *names))
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("words", WAYS)
+def test_a_gpu_is_asked_for(deploy: Any, words: str) -> None:
+    written = deploy(*shlex.split(words))
+    pod = merged(written)
+    manifests.check(manifests.as_pod(pod))
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    # Knative refuses them.
+    assert ("tolerations" in pod) == ("knative" not in words)
+    if "servingruntime.yaml" in written and STORED in words:
+        assert written["servingruntime.yaml"]["metadata"]["name"] == predictor(written)["model"]["runtime"]
+        assert predictor(written)["model"]["runtime"] == "hasten-gpu"
+        assert pod["containers"][0]["image"].endswith("-gpu")
+
+
+def test_tritonserver_on_gpus_is_sized_for_what_it_runs_there(
+    on_gpu: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["deploy", "kserve", str(on_gpu.path), "-o", str(tmp_path / "out"), "--force", "--gpu", "2"]
+    assert main([*words, "--runtime", "tritonserver", *shlex.split(STORED)]) == 0
+    assert f"each pod runs {HALF} on 2 GPUs, 2 cores and" in capsys.readouterr().out
+    assert "The CPU says little about how busy a GPU is" in (tmp_path / "out" / "README.md").read_text()
+    assert main(words) == 2
+    assert "--gpu 2: a server computes on one GPU" in capsys.readouterr().err

@@ -20,6 +20,7 @@ import manifests
 from hasten.bundle import Bundle
 from hasten.cli import main
 from hasten.core.report import Report
+from hasten.core.version import __version__
 from hasten.server.settings import Settings
 from manifests import FP32, INT8
 
@@ -124,11 +125,42 @@ def test_a_variant_for_a_gpu_gets_one(
     deploy: Any, write_bundle: Any, make_manifest: Any, report: Report, model: Bundle
 ) -> None:
     name = "onnxruntime-fp16@cuda"
+    assert "tolerations" not in place(deploy()["deployment.yaml"], *POD)
     write_bundle(model.path, make_manifest(name), measured=manifests.measured(report, name))
-    assert container(deploy())["resources"]["limits"]["nvidia.com/gpu"] == "1"
-    written = deploy("--gpu", "2")
-    assert container(written)["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    written = deploy("--volume-claim", "bundles")
     manifests.check(written["deployment.yaml"])
+    assert container(written)["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert "nvidia.com/gpu" not in container(written)["resources"]["requests"]
+    (tolerated,) = place(written["deployment.yaml"], *POD, "tolerations")
+    assert tolerated == {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    # Another than the one for processors, in which it would not get ready.
+    assert container(written)["image"] == f"hasten:{__version__}-gpu"
+    assert environment(written)["HASTEN_VARIANT"] == name
+    assert environment(written)["TRITON_CACHE_DIR"].startswith("/var/cache/hasten/")
+    # No more sentences on more cores.
+    waiting = ("spec", "metrics", 0, "pods", "target", "averageValue")
+    assert place(deploy("--threads", "8")["autoscaler.yaml"], *waiting) == "10"
+
+
+def test_a_gpus_image_and_size_are_told(
+    write_bundle: Any, make_manifest: Any, report: Report, model: Bundle, tmp_path: Path, capsys: Any
+) -> None:
+    name = "fused-fp16@cuda"
+    write_bundle(model.path, make_manifest(name), measured=manifests.measured(report, name))
+    words = ["deploy", "kubernetes", str(model.path), "-o", str(tmp_path / "out")]
+    assert main(words) == 0
+    assert f"each pod runs {name} on 1 GPU, 2 cores and" in capsys.readouterr().out
+    assert f"ARG BASE=hasten:{__version__}-gpu\n" in (tmp_path / "out" / "Dockerfile").read_text()
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert "make image GPU=1" in readme
+    assert "sentences a second that the benchmark measured on a GPU" in readme
+    assert "TensorRT" not in readme
+    assert main([*words, "--gpu", "2", "--force"]) == 2
+    assert "--gpu 2: a server computes on one GPU" in capsys.readouterr().err
+    engine = "tensorrt-fp16@cuda"
+    write_bundle(model.path, make_manifest(engine), measured=manifests.measured(report, engine))
+    assert main([*words, "--force"]) == 0
+    assert "TensorRT lies outside PyPI: put it into that image" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_server_understands_its_environment(deploy: Any) -> None:

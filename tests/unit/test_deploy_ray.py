@@ -13,7 +13,7 @@ import yaml
 from hasten.bundle import Bundle, Manifest
 from hasten.cli import main
 from hasten.core.errors import BundleError, PlanError
-from hasten.core.hardware import usable_cores
+from hasten.core.hardware import Gpu, this_machine, usable_cores
 from hasten.core.report import Bench, Report, Timing
 from hasten.core.statistics import Interval
 from hasten.core.tensors import Shape
@@ -38,11 +38,11 @@ def parts(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_so_many_replicas_with_the_cores_they_use(bundle: Bundle) -> None:
-    document = fleet(settings(bundle, replicas=Replicas(2, 2), threads=3, instances=2, gpus=0.5, max_queue=70))
+    document = fleet(settings(bundle, replicas=Replicas(2, 2), threads=3, instances=2, max_queue=70))
     application, deployment = parts(document)
     assert deployment["num_replicas"] == 2
     assert "autoscaling_config" not in deployment
-    assert deployment["ray_actor_options"] == {"num_cpus": 6, "num_gpus": 0.5}
+    assert deployment["ray_actor_options"] == {"num_cpus": 6}
     assert deployment["max_ongoing_requests"] == 70
     assert deployment["user_config"] == {"bundles": {"bundle": bundle.manifest.digest}}
     assert application["args"] == {"bundles": [str(bundle.path)], "threads": 3, "instances": 2, "max_queue": 70}
@@ -84,6 +84,53 @@ def test_load_decides_between_two_numbers(bundle: Bundle) -> None:
     auto = settings(bundle, replicas=Replicas(1, None))
     assert parts(fleet(auto))[1]["autoscaling_config"]["max_replicas"] == usable_cores()
     assert parts(fleet(replace(auto, address="auto")))[1]["autoscaling_config"]["max_replicas"] == 100
+
+
+@pytest.fixture
+def on_gpu(tmp_path: Path, write_bundle: Callable[..., Bundle], make_manifest: Callable[..., Manifest]) -> Bundle:
+    return write_bundle(tmp_path / "fast", make_manifest("fused-fp16@cuda", "onnxruntime-fp32"))
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = replace(this_machine(), gpus=(Gpu("NVIDIA H200", 2**37, "9.0", "580.0"),) * 2)
+    monkeypatch.setattr("hasten.deploy.ray.config.this_machine", lambda: machine)
+
+
+def asked(settings: Settings) -> float | None:
+    """The share of a GPU that each replica is given; what is given none sees none."""
+    return parts(fleet(settings))[1]["ray_actor_options"].get("num_gpus")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_replica_has_a_gpu_or_a_share_of_one(on_gpu: Bundle, bundle: Bundle) -> None:
+    assert asked(settings(on_gpu)) == 1
+    assert asked(settings(on_gpu, gpus=0.25)) == 0.25
+    assert asked(settings(on_gpu, variant="onnxruntime-fp32")) is None
+    # One of several is enough.
+    assert asked(settings(bundle, on_gpu)) == 1
+    with pytest.raises(PlanError, match="onnxruntime-fp32 runs on the CPU"):
+        fleet(settings(on_gpu, variant="onnxruntime-fp32", gpus=0.5))
+
+
+def test_where_there_is_no_gpu_none_is_asked_for(on_gpu: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundle's graph answers; a cluster is another matter."""
+    monkeypatch.setattr("hasten.deploy.ray.config.this_machine", lambda: replace(this_machine(), gpus=()))
+    assert asked(settings(on_gpu)) is None
+    assert asked(settings(on_gpu, address="auto")) == 1
+    assert asked(settings(on_gpu, write=Path("fleet.yaml"))) == 1
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_as_many_replicas_as_gpus_are_shared_by(on_gpu: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten.deploy.ray.config.usable_cores", lambda: 16)
+    most = {
+        gpus: parts(fleet(settings(on_gpu, replicas=Replicas(1, None), gpus=gpus)))[1]["autoscaling_config"][
+            "max_replicas"
+        ]
+        for gpus in (1.0, 0.25, 0.01)
+    }
+    assert most == {1.0: 2, 0.25: 8, 0.01: 16}
 
 
 def test_a_batch_is_full_where_the_benchmark_gains_little_more(
@@ -135,6 +182,7 @@ def test_links_stay_links(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.Mo
         ({"key_file": Path("nothing")}, "there is no file /.*nothing"),
         ({"port": 0, "address": "auto"}, "a cluster listens where it is told"),
         ({"variant": "openvino-int4"}, "no variant 'openvino-int4'"),
+        ({"gpus": 0.5}, "onnxruntime-int8 runs on the CPU: it has no use for --gpus"),
     ],
 )
 def test_what_cannot_be(bundle: Bundle, about: dict[str, Any], wrong: str) -> None:
@@ -183,11 +231,12 @@ def test_the_command_line(
     monkeypatch.setattr("hasten.server.logs.set_up", lambda _: None)  # it would stay for other tests
     file = tmp_path / "fleet.yaml"
     (bundle.path / "config.json").write_text("{}")
-    words = ["serve", str(bundle.path), "--on", "ray", "--replicas", "1-4", "--gpus", "0.25", "--write", str(file)]
+    words = ["serve", str(bundle.path), "--on", "ray", "--replicas", "1-4", "--write", str(file)]
     assert main(words) == 0
     _, deployment = parts(yaml.safe_load(file.read_text()))
     assert deployment["autoscaling_config"]["max_replicas"] == 4
-    assert deployment["ray_actor_options"]["num_gpus"] == 0.25
+    assert main([*words, "--gpus", "0.25"]) == 2
+    assert "it has no use for --gpus" in capsys.readouterr().err
     assert main(["serve", str(bundle.path), "--replicas", "2"]) == 2
     assert "--replicas is for a fleet" in capsys.readouterr().err
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from hasten.core.errors import PlanError, UnavailableError, UnsupportedError
+from hasten.core.errors import PlanError, UnavailableError
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Plan, Range, Shapes
 from hasten.core.report import Bench, Report, Timing
 from hasten.core.statistics import Interval
 from hasten.core.tensors import Shape
-from hasten.deploy.tritonserver import Options, Runtime
+from hasten.deploy.tritonserver import Options
 from hasten.deploy.tritonserver.batching import batching
 from hasten.deploy.tritonserver.check import are_alike
 from hasten.deploy.tritonserver.client import Client
@@ -108,8 +108,6 @@ def test_options_that_contradict() -> None:
         Options(instances=0)
     with pytest.raises(PlanError, match="unknown device 'tpu'"):
         Options(device="tpu")
-    with pytest.raises(UnsupportedError, match="runs on the CPU"):
-        Options(runtime=Runtime.PYTHON, device="cuda")
 
 
 @pytest.mark.parametrize("where", ["/nowhere/tritonserver", "/nowhere/at/all", "localhost"])
@@ -189,7 +187,10 @@ def test_the_tokenizer_needs_tokenizers_and_numpy_alone(tmp_path: Path) -> None:
     assert loaded.isdisjoint({"msgspec", "onnxruntime", "hasten.tasks", "hasten.bundle", "hasten.core.report"})
 
 
-@pytest.mark.parametrize(("module", "brings"), [("tasks.question_answering", "TASK"), ("backends.openvino", "BACKEND")])
+@pytest.mark.parametrize(
+    ("module", "brings"),
+    [("tasks.question_answering", "TASK"), ("backends.openvino", "BACKEND"), ("backends.fused", "BACKEND")],
+)
 def test_what_is_shipped_is_whole(tmp_path: Path, module: str, brings: str) -> None:
     ship([f"hasten.{module}"], tmp_path)
     loaded = modules_after(tmp_path, f"hasten.{module}")

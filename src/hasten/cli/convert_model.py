@@ -13,6 +13,7 @@ from hasten.cli import Parser, execute
 from hasten.core.errors import PlanError, UnsupportedError
 
 if TYPE_CHECKING:
+    from hasten.core.variant import Support
     from hasten.deploy.convert import Converted, Order
 
 # Its words for tasks; ours are understood too.
@@ -68,7 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", default=["onnx"], nargs="*", choices=("onnx", "tensorrt", "pytorch"), help="one or several (onnx)"
     )
-    parser.add_argument("-d", "--device", choices=("cpu", "cuda"), help="where it will run (cpu)")
+    parser.add_argument(
+        "-d", "--device", choices=("cpu", "cuda"), help="where it will run (a GPU that is here, or cpu)"
+    )
     parser.add_argument("--nb-threads", default=1, type=int, help="threads of one inference (%(default)s)")
     parser.add_argument("--nb-instances", default=1, type=int, help="copies of the model in the server (%(default)s)")
     parser.add_argument("--warmup", default=10, type=int, help="batches that are compared and warm up (%(default)s)")
@@ -107,6 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     _refuse(args)
+    args.device = args.device or _device(args)
     _take_token(args.auth_token)
     order = _order(args)
     import logging
@@ -149,31 +153,38 @@ def _refuse(args: argparse.Namespace) -> None:
 
 
 def _refuse_on_gpu(args: argparse.Namespace) -> None:
-    from hasten.backends import BACKENDS
-    from hasten.core.hardware import this_machine
-    from hasten.core.variant import Variant
-
     if args.quantization:
         raise PlanError("int8 is for processors here, and --device is cuda", hint="leave -q out, or -d cpu")
-    support = BACKENDS.get("onnxruntime").probe(this_machine(), Variant.parse(_ON_GPU[0]))
+    support = _support(_ON_GPU[0])
     if not support.ok:
         reason = f"the backend onnx does not run on 'cuda' here: {support.reason}"
         raise UnsupportedError(reason, hint=support.hint or "-d cpu")
 
 
-def _refuse_tensorrt(args: argparse.Namespace) -> None:
-    from hasten.backends import BACKENDS
-    from hasten.core.hardware import this_machine
-    from hasten.core.variant import Variant
+def _device(args: argparse.Namespace) -> str | None:
+    """As transformer-deploy has it: a GPU, where there is one that runs what is asked for."""
+    is_for_gpus = "onnx" in args.backend and not args.quantization and args.task not in _WRITING.values()
+    return "cuda" if is_for_gpus and _support(_ON_GPU[0]).ok else None
 
+
+def _refuse_tensorrt(args: argparse.Namespace) -> None:
     if args.runtime == "python":
         raise UnsupportedError("--runtime python does not run TensorRT", hint="leave --runtime or tensorrt out")
-    support = BACKENDS.get("tensorrt").probe(this_machine(), Variant.parse(_TENSORRT[0]))
+    support = _support(_TENSORRT[0])
     if not support.ok:
         hint = support.hint or "--backend onnx"
         raise UnsupportedError(f"the backend tensorrt does not run here: {support.reason}", hint=hint)
     if args.quantization:
         raise UnsupportedError("hasten makes no int8 graphs for TensorRT", hint="leave -q or tensorrt out")
+
+
+def _support(name: str) -> Support:
+    from hasten.backends import BACKENDS
+    from hasten.core.hardware import this_machine
+    from hasten.core.variant import Variant
+
+    variant = Variant.parse(name)
+    return BACKENDS.get(variant.backend).probe(this_machine(), variant)
 
 
 def _take_token(given: str | None) -> None:

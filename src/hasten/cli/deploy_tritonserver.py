@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of each instance (default: as ONNX Runtime has it; in Python the cores, shared out)",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the server decides")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: what it was built for, or as the server decides"
+    )
     parser.add_argument("--cache", action="store_true", help="let the server answer again what it has answered")
     parser.add_argument(
         "--max-delay-us", type=int, metavar="N", help="a request waits for others (default: from the benchmark)"
@@ -85,15 +87,19 @@ def _check(bundle: Bundle, repository: Repository, args: argparse.Namespace) -> 
     import tempfile
 
     from hasten.cli import console
+    from hasten.core.hardware import this_machine
     from hasten.core.progress import step
+    from hasten.core.variant import CUDA
     from hasten.deploy.tritonserver.check import check, is_address
     from hasten.deploy.tritonserver.program import Program, TritonServer
 
     progress = console.display(args.quiet)
     if is_address(args.check):
         return check(bundle, repository, args.check, progress)
+    # What only a GPU can use is not installed beside none: the server says that it has none.
+    is_runnable = repository.device != CUDA or bool(this_machine().gpus)
     with step(progress, "tritonserver"):
-        program = Program.find(args.check, repository.packages)
+        program = Program.find(args.check, repository.packages if is_runnable else ())
     with (
         tempfile.TemporaryDirectory(prefix="hasten-") as place,
         TritonServer(program, repository.directory, Path(place), is_lenient=True) as server,
@@ -127,9 +133,9 @@ def _print(repository: Repository, checked: Check | None) -> None:
 def _exit_code(checked: Check, repository: Repository) -> int:
     from hasten.core.errors import AccuracyError, StageError, UnsupportedError
 
-    if checked.is_missing_backend:
-        lacking = "TensorRT" if repository.place else "ONNX Runtime"
-        error = f"accepted as far as this server goes: it has no {lacking} backend"
+    if checked.is_missing_backend or checked.is_missing_gpu:
+        lacking = f"{'TensorRT' if repository.place else 'ONNX Runtime'} backend"
+        error = f"accepted as far as this server goes: it has no {'GPU' if checked.is_missing_gpu else lacking}"
         code = UnsupportedError.exit_code
     elif checked.not_ready:
         error, code = f"{', '.join(checked.not_ready)} did not load", StageError.exit_code
@@ -141,5 +147,6 @@ def _exit_code(checked: Check, repository: Repository) -> int:
         return 0
     print(f"error: {error}", file=sys.stderr)
     if code == UnsupportedError.exit_code:
-        print("  hint: --check takes the path or the address of one that has; or --runtime python", file=sys.stderr)
+        other = "" if checked.is_missing_gpu else "; or --runtime python"
+        print(f"  hint: --check takes the path or the address of one that has{other}", file=sys.stderr)
     return code

@@ -60,7 +60,8 @@ def print_deployment(made: Deployment, args: argparse.Namespace) -> None:
     if args.json:
         console.print_json(made)
         return
-    size = f"{made.cores} core{'s' if made.cores > 1 else ''} and {made.memory_bytes // 2**20} MiB"
+    gpus = f"{made.gpus} GPU{'s' if made.gpus > 1 else ''}, " if made.gpus else ""
+    size = f"{gpus}{made.cores} core{'s' if made.cores > 1 else ''} and {made.memory_bytes // 2**20} MiB"
     scaled = f"; more are started with {made.scales_by}" if made.scales_by else ""
     build = ["docker", "build", "--file", f"{made.path}/Dockerfile", "--tag", str(made.image), str(args.bundle)]
     lines = [

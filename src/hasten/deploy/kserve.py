@@ -83,13 +83,15 @@ def write(bundle: Bundle, target: Path, options: PodOptions, service: Service, *
     pod = Pod.of(bundle, options if is_ours else _of_tritonserver(bundle, options))
     if options.keys_secret and not is_ours:
         raise PlanError("--keys-secret is about our own server: tritonserver knows no keys", hint="leave it out")
+    if is_ours:
+        pod.check_gpus()
     image = _image(pod, service)
     documents = {"servingruntime.yaml": serving_runtime(pod, image, service)} if is_ours else {}
     documents["inferenceservice.yaml"] = inference_service(pod, image, service)
     files = {name: to_yaml(document) for name, document in documents.items()}
     files["kustomization.yaml"] = to_yaml(manifests.kustomization(list(documents)))
     if image and is_ours and service.storage is None:
-        files["Dockerfile"] = manifests.dockerfile(options.name, image)
+        files["Dockerfile"] = manifests.dockerfile(pod, image)
     files["README.md"] = _readme(pod, image, service)
     manifests.write(target, files, force=force)
     return Deployment.of(pod, target, files, image, _scales_by(pod, service))
@@ -107,14 +109,17 @@ def _of_tritonserver(bundle: Bundle, options: PodOptions) -> PodOptions:
 def _image(pod: Pod, service: Service) -> str | None:
     if service.runtime is Runtime.TRITONSERVER:
         return pod.options.image
-    return pods.baked_image(pod) if service.storage is None else pod.options.image or pods.SERVER_IMAGE
+    return pods.baked_image(pod) if service.storage is None else pod.options.image or pod.server_image
 
 
 def _runtime_name(pod: Pod, service: Service) -> str:
-    """One runtime serves whatever is stored elsewhere; an image with a bundle inside is a runtime of its own."""
+    """One runtime serves whatever is stored elsewhere, and one what of it runs on GPUs, from another image; an image
+    with a bundle inside is a runtime of its own.
+    """
     if service.runtime is Runtime.TRITONSERVER:
         return "kserve-tritonserver"
-    return "hasten" if service.storage else pod.options.name
+    shared = "hasten-gpu" if pod.gpus else "hasten"
+    return shared if service.storage else pod.options.name
 
 
 def serving_runtime(pod: Pod, image: str | None, service: Service) -> dict[str, object]:
@@ -194,6 +199,7 @@ def _scheduling(pod: Pod, service: Service) -> dict[str, object]:
         "terminationGracePeriodSeconds": pod.options.grace_s,
         "topologySpreadConstraints": pods.spread(labels),
         **pod.affinity(),
+        **pod.tolerations(),
     }
 
 
@@ -248,8 +254,16 @@ kubectl wait --for=condition=Ready inferenceservice/{options.name}
 
 ## Size and scaling
 
-{pod.cores} cores and {pod.memory} for each pod, by the bundle's benchmark. {count.strip()}
-"""
+{pod.size} for each pod, by the bundle's benchmark. {count.strip()}
+{_about_gpus(pod, service)}"""
+
+
+def _about_gpus(pod: Pod, service: Service) -> str:
+    if not pod.gpus:
+        return ""
+    is_by_cpu = pod.options.is_scaled and service.mode is Mode.STANDARD and not service.prometheus
+    warning = "\nThe CPU says little about how busy a GPU is: scale by the queue where you can.\n" if is_by_cpu else ""
+    return f"{pod.about_gpus() if service.runtime is Runtime.HASTEN else ''}{warning}"
 
 
 def _bringing(pod: Pod, image: str | None, service: Service) -> str:
@@ -266,4 +280,4 @@ it here too: pods are as big as its benchmark says.
     if image and service.storage is None:
         return f"{manifests.building(image)}\n{asked}"
     return f"""`{service.storage}` holds the bundle in a folder `{name}/`: upload its directory as that. The runtime
-`hasten` serves any bundle that is stored so. {asked}"""
+`{_runtime_name(pod, service)}` serves any bundle{" for GPUs" if pod.gpus else ""} that is stored so. {asked}"""

@@ -30,15 +30,16 @@ class Delivery:
 def write(bundle: Bundle, target: Path, options: PodOptions, delivery: Delivery, *, force: bool = False) -> Deployment:
     """All of it, or nothing."""
     pod = Pod.of(bundle, options)
+    pod.check_gpus()
     claim = delivery.volume_claim
-    image = options.image or pods.SERVER_IMAGE if claim else pods.baked_image(pod)
+    image = options.image or pod.server_image if claim else pods.baked_image(pod)
     documents = all_manifests(pod, image, delivery)
     files = {name: to_yaml(document) for name, document in documents.items()}
     files["kustomization.yaml"] = to_yaml(manifests.kustomization(list(documents)))
     if options.is_scaled:
         files["prometheus-adapter.yaml"] = to_yaml(adapter_rules())
     if claim is None:
-        files["Dockerfile"] = manifests.dockerfile(options.name, image)
+        files["Dockerfile"] = manifests.dockerfile(pod, image)
     files["README.md"] = _readme(pod, image, delivery)
     manifests.write(target, files, force=force)
     return Deployment.of(pod, target, files, image, pod.queue_limit)
@@ -72,6 +73,7 @@ def deployment(pod: Pod, image: str, delivery: Delivery) -> dict[str, object]:
                 "automountServiceAccountToken": False,
                 "topologySpreadConstraints": pods.spread(selector["matchLabels"]),
                 **pod.affinity(),
+                **pod.tolerations(),
                 "containers": [_container(pod, image, delivery)],
                 "volumes": [*_bundle_volume(delivery), *pods.volumes()],
             },
@@ -180,7 +182,7 @@ Another bundle has another tag, so that applying its manifests replaces the pods
 
 Between {options.replicas} and {options.max_replicas} pods, more where each has over {pod.target_waiting} requests \
 waiting: that is {1e3 * options.target_wait_s:g} ms of
-the {pod.per_second:.0f} sentences a second that the benchmark measured on {pod.cores} cores. The cluster needs
+the {pod.per_second:.0f} sentences a second that the benchmark measured on {pod.timed_on}. The cluster needs
 
 - Prometheus that scrapes annotated pods and labels what it finds with `namespace` and `pod`;
 - prometheus-adapter with the rule in `prometheus-adapter.yaml` (values of its Helm chart), which offers
@@ -214,11 +216,10 @@ gRPC keeps its connection: clients balance themselves, or a mesh does.
 
 ## Size
 
-{pod.cores} cores and {pod.memory} for each pod: the cores it was timed on (or `--threads` × `--instances`), and the \
-peak
+{pod.size} for each pod: the cores it was timed on (or `--threads` × `--instances`), and the peak
 that was measured, for each session, with room for the bodies of requests. Every pod runs `{pod.entry.name}`; on a node
 that cannot, it does not become ready, and its log says why.
-{scaled if options.is_scaled else ""}{keys if options.keys_secret else open_door}
+{pod.about_gpus()}{scaled if options.is_scaled else ""}{keys if options.keys_secret else open_door}
 ## Stopping
 
 A pod that is to go is sent requests for up to {pods.LINGER_S} s more, then answers what it took for up to \

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from hasten.core.errors import missing_package, translate_os_errors
 from hasten.deploy import written
-from hasten.deploy.pods import MODELS, SERVER_IMAGE, USER, Pod
+from hasten.deploy.pods import MODELS, USER, Pod
 
 
-def dockerfile(name: str, image: str) -> str:
+def dockerfile(pod: Pod, image: str) -> str:
+    name, made_by = pod.options.name, "make image GPU=1" if pod.gpus else "make image"
     return f"""# The server with the bundle inside: docker build --file Dockerfile --tag {image} BUNDLE
-# BUNDLE is the bundle's directory, BASE what `make image` of hasten builds.
-ARG BASE={SERVER_IMAGE}
+# BUNDLE is the bundle's directory, BASE what `{made_by}` of hasten builds.
+ARG BASE={pod.server_image}
 FROM ${{BASE}}
 COPY --chown={USER}:{USER} . {MODELS}/{name}
 CMD ["{MODELS}/{name}"]
@@ -67,6 +68,7 @@ class Deployment:
     variant: str
     cores: int
     memory_bytes: int
+    gpus: int
     # None where the number of pods is fixed.
     scales_by: str | None
 
@@ -74,7 +76,8 @@ class Deployment:
     def of(cls, pod: Pod, target: Path, files: Mapping[str, str], image: str | None, scales_by: str) -> Deployment:
         options = pod.options
         scaling = scales_by if options.is_scaled else None
-        return cls(target, tuple(files), options.name, image, pod.entry.name, pod.cores, pod.memory_bytes, scaling)
+        size = (pod.cores, pod.memory_bytes, pod.gpus)
+        return cls(target, tuple(files), options.name, image, pod.entry.name, *size, scaling)
 
 
 def write(target: Path, files: Mapping[str, str], *, force: bool) -> None:

@@ -12,14 +12,15 @@ from hasten.core.variant import CPU
 from hasten.core.version import __version__
 from hasten.deploy.names import check_image, check_name, check_object
 from hasten.server.connections import HttpLimits
-from hasten.server.instances import MOST_INSTANCES
+from hasten.server.instances import MOST_INSTANCES, MOST_ON_DEVICE
 from hasten.server.settings import Settings
 
 # What the server exports about its queue, and where (server/metrics.py, server/operations.py).
 QUEUE_METRIC, METRICS_PATH = "hasten_waiting", "/metrics"
 LIVE_PATH, READY_PATH = "/v2/health/live", "/v2/health/ready"
-# As docker/Dockerfile has them.
+# As docker/Dockerfile has them, and docker/gpu.Dockerfile.
 SERVER_IMAGE = f"hasten:{__version__}"
+GPU_SERVER_IMAGE = f"{SERVER_IMAGE}-gpu"
 CACHE, MODELS = "/var/cache/hasten", "/models"
 USER = 10001
 
@@ -31,6 +32,7 @@ _STARTUP_PERIOD_S = 2
 # On a cold node, from a slow disk: so many times what loading took in the benchmark, and never less than this.
 _STARTUP_FACTOR, _STARTUP_LEAST_S = 60, 120
 _MEMORY_STEP = 64 * 2**20
+_GPU, _TENSORRT = "nvidia.com/gpu", "tensorrt"
 
 # What Node Feature Discovery calls the instructions that a variant may ask for.
 _NODE_FEATURES = {
@@ -42,6 +44,13 @@ _NODE_FEATURES = {
     "neon": "ASIMD",
     "dotprod": "ASIMDDP",
 }
+
+_ABOUT_GPUS = f"""
+Nodes need NVIDIA's device plugin, which offers `{_GPU}`; pods tolerate the taint of that name. Where it lets
+several pods share a GPU (time slicing, MPS), each still asks for 1. The image is that of `make image GPU=1`, or has
+what that has: ONNX Runtime for CUDA, PyTorch and Triton.
+"""
+_ABOUT_TENSORRT = "TensorRT lies outside PyPI: put it into that image, too, or no pod gets ready.\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +115,7 @@ class Pod:
     gpus: int
     memory_bytes: int
     load_s: float
-    # Sentences a second of the benchmark's usual shape, on as many cores.
+    # Sentences a second of the benchmark's usual shape, on as many cores or on a GPU.
     per_second: float
 
     @classmethod
@@ -124,7 +133,8 @@ class Pod:
                 hint="build the bundle again",
             )
         timed_cores = report.plan.threads or report.machine.cores
-        cores, instances = _arranged(options, timed_cores)
+        is_on_cpu = entry.device == CPU
+        cores, instances = _arranged(options, timed_cores, MOST_INSTANCES if is_on_cpu else MOST_ON_DEVICE)
         # Each session may take what one took alone, and all together hold bodies of requests.
         memory = instances * footprint.peak_memory_bytes + HttpLimits().held_bytes
         return cls(
@@ -132,10 +142,10 @@ class Pod:
             entry=entry,
             digest=bundle.manifest.digest,
             cores=cores,
-            gpus=options.gpus or (0 if entry.device == CPU else 1),
+            gpus=options.gpus or (0 if is_on_cpu else 1),
             memory_bytes=math.ceil(memory / _MEMORY_STEP) * _MEMORY_STEP,
             load_s=footprint.load_ms / 1e3,
-            per_second=timing.sentences_per_s * cores / timed_cores,
+            per_second=timing.sentences_per_s * (cores / timed_cores if is_on_cpu else 1),
         )
 
     @property
@@ -168,7 +178,7 @@ class Pod:
     def resources(self) -> dict[str, object]:
         """Limits that are the requests, in whole cores: a pod keeps its cores to itself, where nodes allow it."""
         both = {"cpu": str(self.cores), "memory": self.memory}
-        gpus = {"nvidia.com/gpu": str(self.gpus)} if self.gpus else {}
+        gpus = {_GPU: str(self.gpus)} if self.gpus else {}
         return {"requests": both, "limits": {**both, **gpus}}
 
     def environment(self) -> list[object]:
@@ -178,6 +188,9 @@ class Pod:
         if options.threads or options.instances:
             instances = options.instances or 1
             values |= {"HASTEN_INSTANCES": str(instances), "HASTEN_THREADS": str(self.cores // instances)}
+        if self.gpus:
+            # Triton would keep what it compiles in a home directory, which the user has not.
+            values["TRITON_CACHE_DIR"] = f"{CACHE}/triton"
         listed = variables(values)
         if options.keys_secret:
             key = {"name": options.keys_secret, "key": "api-keys"}
@@ -196,6 +209,37 @@ class Pod:
             "livenessProbe": ask(LIVE_PATH, periodSeconds=10, timeoutSeconds=5, failureThreshold=3),
         }
 
+    @property
+    def size(self) -> str:
+        cores = f"{self.cores} core{'s' if self.cores > 1 else ''} and {self.memory}"
+        return f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}, {cores}" if self.gpus else cores
+
+    @property
+    def timed_on(self) -> str:
+        return "a GPU" if self.gpus else f"{self.cores} cores"
+
+    @property
+    def server_image(self) -> str:
+        return GPU_SERVER_IMAGE if self.gpus else SERVER_IMAGE
+
+    def check_gpus(self) -> None:
+        """Of our server; tritonserver's own backends compute on all that they see."""
+        if self.gpus > 1:
+            raise PlanError(
+                f"--gpu {self.gpus}: a server computes on one GPU", hint="--replicas runs more pods, with one each"
+            )
+
+    def about_gpus(self) -> str:
+        """For who reads on what pods run."""
+        if not self.gpus:
+            return ""
+        return _ABOUT_GPUS + (_ABOUT_TENSORRT if self.entry.backend == _TENSORRT else "")
+
+    def tolerations(self) -> dict[str, object]:
+        """Nodes with GPUs are often kept free of pods that ask for none."""
+        taint = {"key": _GPU, "operator": "Exists", "effect": "NoSchedule"}
+        return {"tolerations": [taint]} if self.gpus else {}
+
     def affinity(self) -> dict[str, object]:
         """Nodes that have the instructions go first, where Node Feature Discovery says which do."""
         names = [_NODE_FEATURES[name] for name in self.entry.instructions if name in _NODE_FEATURES]
@@ -209,12 +253,12 @@ class Pod:
         return {"affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}}
 
 
-def _arranged(options: PodOptions, timed_cores: int) -> tuple[int, int]:
+def _arranged(options: PodOptions, timed_cores: int, most: int) -> tuple[int, int]:
     """Cores, and sessions at most: threads × instances as given, else as many cores as were timed, shared out there."""
     if options.threads or options.instances:
         instances = options.instances or 1
         return instances * (options.threads or max(1, timed_cores // instances)), instances
-    return timed_cores, 2 ** (min(timed_cores, MOST_INSTANCES).bit_length() - 1)
+    return timed_cores, 2 ** (min(timed_cores, most).bit_length() - 1)
 
 
 def variables(values: Mapping[str, str]) -> list[object]:

@@ -32,7 +32,7 @@ logger = logging.getLogger("hasten")
 _WORTH = 1.15
 _MEASURE_S = 0.25
 MOST_INSTANCES = 8
-_MOST_ON_DEVICE = 2
+MOST_ON_DEVICE = 2
 # Each session may hold the model's weights once more; together they take no more of the memory than this.
 _MEMORY_SHARE = 0.25
 
@@ -44,7 +44,7 @@ def choose_instances(artifact: Artifact, bundle: str, shape: Shape) -> int:
         counts = _counts(cores, artifact.size_bytes, machine.memory_bytes)
     else:
         memory_bytes = min((gpu.memory_bytes for gpu in machine.gpus), default=0)
-        counts = _counts(min(cores, _MOST_ON_DEVICE), artifact.size_bytes, memory_bytes)
+        counts = _counts(min(cores, MOST_ON_DEVICE), artifact.size_bytes, memory_bytes)
     if len(counts) == 1:
         return 1
     file = cache_directory() / "instances" / f"{_key(artifact, bundle, shape)}.json"

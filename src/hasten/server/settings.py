@@ -67,8 +67,11 @@ def _share(text: str) -> float:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < math.inf:
-        raise PlanError(f"'{text}' is not a number above 0", hint="write 1, or 0.5")
+    if not 0 < number <= 1:
+        raise PlanError(
+            f"'{text}' is not a share of a GPU, and a replica computes on one",
+            hint="write 1, or 0.5; --replicas for more",
+        )
     return number
 
 
@@ -198,9 +201,12 @@ class Settings:
     replicas: Annotated[
         Replicas | None, Option(_replicas, "COUNT", "N, MIN-MAX as load asks for, or auto (default: 1)", _FLEET)
     ] = None
-    gpus: Annotated[float | None, Option(_share, "SHARE", "of GPUs for each replica: 0.5 puts two on one", _FLEET)] = (
-        None
-    )
+    gpus: Annotated[
+        float | None,
+        Option(
+            _share, "SHARE", "of a GPU for each replica: 0.5 puts two on one (default: 1 where it needs one)", _FLEET
+        ),
+    ] = None
     max_models: Annotated[
         int | None, Option(_count, "N", "a replica holds so many, and loads others when asked (default: all)", _FLEET)
     ] = None

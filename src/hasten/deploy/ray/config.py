@@ -11,7 +11,8 @@ from typing import Any
 
 from hasten.bundle import Bundle, open_bundle
 from hasten.core.errors import PlanError, missing_package, translate_os_errors
-from hasten.core.hardware import usable_cores
+from hasten.core.hardware import this_machine, usable_cores
+from hasten.core.variant import CPU
 from hasten.server.run import bundle_paths
 from hasten.server.settings import Replicas, Settings, flag
 
@@ -49,12 +50,9 @@ class Share:
 
 def fleet(settings: Settings) -> dict[str, Any]:
     """The whole document; a bundle that is missing is seen before anything runs."""
-    settings = _absolute(settings)
+    settings = with_gpus(_absolute(settings))
     _refuse(settings)
-    bundles = {name: open_bundle(path) for name, path in bundle_paths(settings).items()}
-    for bundle in bundles.values():
-        if settings.variant is not None:
-            bundle.entry(settings.variant)
+    bundles = _bundles(settings)
     share = share_of(settings)
     return {
         "proxy_location": "EveryNode",
@@ -72,6 +70,31 @@ def fleet(settings: Settings) -> dict[str, Any]:
             }
         ],
     }
+
+
+def with_gpus(settings: Settings) -> Settings:
+    """With one for each replica where a bundle runs on one and nothing else was said: Ray hides all others."""
+    variants = [
+        bundle.chosen if settings.variant is None else bundle.entry(settings.variant)
+        for bundle in _bundles(settings).values()
+    ]
+    if all(entry.device == CPU for entry in variants):
+        if settings.gpus is not None:
+            names = ", ".join(dict.fromkeys(entry.name for entry in variants))
+            raise PlanError(f"{names} runs on the CPU: it has no use for --gpus", hint="leave --gpus out")
+        return settings
+    # On a machine without one the graph answers, as it does in `hasten serve`.
+    is_there = _is_elsewhere(settings) or bool(this_machine().gpus)
+    return settings if settings.gpus is not None or not is_there else replace(settings, gpus=1.0)
+
+
+def _bundles(settings: Settings) -> dict[str, Bundle]:
+    return {name: open_bundle(path) for name, path in bundle_paths(settings).items()}
+
+
+def _is_elsewhere(settings: Settings) -> bool:
+    """On a cluster, of which this machine knows nothing."""
+    return settings.address is not None or settings.write is not None
 
 
 def arguments(settings: Settings) -> dict[str, Any]:
@@ -129,10 +152,11 @@ def full_batch(bundle: Bundle, variant: str | None) -> int:
 
 
 def _room(settings: Settings, share: Share) -> int:
-    """On this machine as many as have cores; a cluster may grow."""
-    if settings.address is not None or settings.write is not None or settings.gpus is not None:
+    """On this machine as many as have cores, and their share of a GPU; a cluster may grow."""
+    if _is_elsewhere(settings):
         return _MOST_REPLICAS
-    return usable_cores() // share.cpus
+    room = usable_cores() // share.cpus
+    return room if settings.gpus is None else min(room, int(len(this_machine().gpus) / settings.gpus))
 
 
 def _http(settings: Settings) -> dict[str, Any]:
@@ -164,7 +188,7 @@ def _refuse(settings: Settings) -> None:
     for file in (settings.key_file, settings.tls_cert, settings.tls_key):
         if file is not None and not file.is_file():
             raise PlanError(f"there is no file {file}")
-    is_remote = settings.address is not None or settings.write is not None
+    is_remote = _is_elsewhere(settings)
     if is_remote and settings.port == 0:
         raise PlanError("a cluster listens where it is told", hint="--port N")
     if is_remote and os.environ.get("HASTEN_API_KEYS"):

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from hasten.bundle import open_bundle
 from hasten.core.errors import HastenError, PlanError, StageError, UnavailableError, UnsupportedError, missing_package
 from hasten.core.hardware import usable_cores
-from hasten.deploy.ray.config import APPLICATION, fleet, share_of, write
+from hasten.deploy.ray.config import APPLICATION, fleet, share_of, with_gpus, write
 from hasten.deploy.ray.replica import open_once
 from hasten.server.run import Addresses, bundle_paths
 from hasten.server.settings import Settings
@@ -57,7 +57,8 @@ def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: No
     on_term = signal.getsignal(signal.SIGTERM)
     try:
         if is_own:
-            _start(settings)
+            # Not for what comes later: the next build may need none.
+            _start(with_gpus(settings))
         else:
             _connect(str(settings.address))
         signal.signal(signal.SIGTERM, on_term)  # Ray has set its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
@@ -12,6 +13,7 @@ import numpy as np
 from hasten.core.variant import CUDA
 from hasten.deploy.tritonserver.client import LENGTH, binary_body
 from hasten.deploy.tritonserver.options import Options, Repository, Runtime
+from hasten.deploy.tritonserver.packages import needs_compiler
 from hasten.tasks import TaskSpec
 
 BODY = "query_body.bin"
@@ -33,6 +35,8 @@ _LEAST = (
     " load beside them. For those, write it with `--variant graph`."
 )
 _PLACE = " The engine runs on {place}, and on nothing else: for another server build the bundle there."
+_ON_GPU = " The model runs on the first GPU that the server sees: for others start a server for each."
+_NEEDS_COMPILER = " Its kernels need a C compiler beside it, which the Dockerfile installs."
 _MASKED = "Paris is the {mask} of France."
 
 _DOCKERFILE = Template("""\
@@ -40,13 +44,18 @@ _DOCKERFILE = Template("""\
 # where IMAGE is one of tritonserver with Python 3.11 or newer.
 ARG BASE
 FROM $${BASE}
-RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir $packages
+${compiler}RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir $packages
 $copies
 EXPOSE 8000 8001 8002
 HEALTHCHECK --start-period=60s CMD \\
   ["python3", "-c", "import urllib.request as r; r.urlopen('http://localhost:8000/v2/health/ready')"]
 CMD [$command]
 """)
+# What launches a kernel of Triton's language is compiled where it runs.
+_COMPILER = (
+    "RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev python3-dev"
+    " && rm -rf /var/lib/apt/lists/*\n"
+)
 _COMPOSE = Template("""\
 # BASE=IMAGE docker compose up --build
 services:
@@ -157,7 +166,7 @@ def write_around(spec: TaskSpec, options: Options, repository: Repository, *othe
     place = repository.directory
     (place / BODY).write_bytes(body)
     cache = write_image(options, repository, *others)
-    packages = " ".join(repository.packages)
+    packages = shlex.join(repository.packages)
     about = {
         "texts": json.dumps(texts, ensure_ascii=False, indent=4),
         "shape": list(shape),
@@ -180,7 +189,8 @@ def write_image(options: Options, repository: Repository, *others: Repository) -
     _write(
         place / "Dockerfile",
         _DOCKERFILE.substitute(
-            packages=" ".join(repository.packages),
+            compiler=_COMPILER if needs_compiler(repository.packages) else "",
+            packages=shlex.join(repository.packages),
             copies="\n".join(f"COPY {name} /models/{name}" for one in (repository, *others) for name in one.names),
             command=", ".join(json.dumps(word) for word in ["tritonserver", "--model-repository=/models", *cache]),
         ),
@@ -209,6 +219,8 @@ def _readme(repository: Repository, packages: str, command: str, length: int) ->
     least = _LEAST.format(version=repository.least_onnxruntime) if repository.least_onnxruntime else ""
     if repository.place:
         least = _PLACE.format(place=repository.place)
+    if not is_native and repository.device == CUDA:
+        least = _ON_GPU + (_NEEDS_COMPILER if needs_compiler(repository.packages) else "")
     models = {repository.model: "the model: token ids in, tensors out"}
     if repository.tokenize is not None:
         models[repository.tokenize] = "texts to token ids"

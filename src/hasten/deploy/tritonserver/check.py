@@ -45,7 +45,7 @@ _SETTLED_S, _LOOKS = 0.1, 50
 # Scores of reduced precision depend on the shape of the batch that a row came in.
 _REDUCED_TOLERANCE = 0.05
 _OK = 200
-_NO_BACKEND, _WAITING = "unable to find backend library", "it waits for"
+_NO_BACKEND, _NO_GPU, _WAITING = "unable to find backend library", "invalid or unsupported gpu id", "it waits for"
 # Two labels that fit equally well may change places between batches of another shape.
 _MOST_ALIKE = 0.98
 
@@ -88,8 +88,15 @@ class Check:
     @property
     def is_missing_backend(self) -> bool:
         """Whether everything was accepted, but for a library that this server does not have."""
+        return self._is_only(_NO_BACKEND)
+
+    @property
+    def is_missing_gpu(self) -> bool:
+        return self._is_only(_NO_GPU)
+
+    def _is_only(self, why: str) -> bool:
         reasons = self.not_ready.values()
-        return bool(reasons) and all(_NO_BACKEND in reason or reason.startswith(_WAITING) for reason in reasons)
+        return bool(reasons) and all(why in reason or reason.startswith(_WAITING) for reason in reasons)
 
 
 def is_address(where: str) -> bool:

@@ -42,16 +42,24 @@ def model(
     }
 
 
-def instances(count: int, device: str | None, profiles: int = 0) -> Message:
+def instances(count: int, device: str | None, *, profiles: int = 0, gpus: Sequence[int] = ()) -> Message:
     """Without a device the server decides: a kind that its machine does not have is an error there.
 
-    Of an engine's profiles the server takes what it is told to, and of these the one that fits a batch.
+    Of an engine's profiles the server takes what it is told to, and of these the one that fits a batch. On a GPU it
+    starts so many on each, or on each of those that are named.
     """
     return {
         "count": count,
         **({"kind": Word(_KINDS[device])} if device is not None else {}),
+        **({"gpus": list(gpus)} if gpus else {}),
         **({"profile": [str(place) for place in range(profiles)]} if profiles else {}),
     }
+
+
+def without_tf32() -> Message:
+    """ONNX Runtime's products on a GPU, in fp32 where that is what they are called."""
+    cuda = {"name": "cuda", "parameters": entries({"use_tf32": "0"})}
+    return {"execution_accelerators": {"gpu_execution_accelerator": [cuda]}}
 
 
 def ensemble(steps: Sequence[tuple[str, Mapping[str, str], Mapping[str, str]]]) -> Mapping[str, Value]:

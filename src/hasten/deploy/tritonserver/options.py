@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +16,10 @@ from hasten.core.errors import PlanError, UnsupportedError
 from hasten.core.variant import CPU, CUDA, Precision, Variant
 from hasten.deploy.tritonserver.pbtxt import Tensor
 
+logger = logging.getLogger("hasten")
+
 TENSORRT = "tensorrt"
+FUSED = "fused"
 DEVICES = (CPU, CUDA)
 # Stricter than tritonserver: names are also parts of addresses, paths and file names of other tools.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -28,7 +33,10 @@ class Runtime(StrEnum):
 
 
 # The backends of hasten whose variants each of them runs.
-_RUNS = {Runtime.NATIVE: ("onnxruntime", "graph", TENSORRT), Runtime.PYTHON: ("onnxruntime", "graph", "openvino")}
+_RUNS = {
+    Runtime.NATIVE: ("onnxruntime", "graph", TENSORRT),
+    Runtime.PYTHON: ("onnxruntime", "graph", "openvino", FUSED),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,7 @@ class Options:
     # Sessions beside each other, and threads of each; the cores are shared out.
     instances: int = 1
     threads: int | None = None
-    # cpu or cuda; without one the server decides.
+    # cpu or cuda; without one what the variant was built for or, where that is a processor, what the server decides.
     device: str | None = None
     # Whether the server may answer again what it has answered; it must be started with a cache, too.
     cache: bool = False
@@ -70,8 +78,6 @@ class Options:
                 raise PlanError(f"{flag} {value} is less than {least}")
         if self.device is not None and self.device not in DEVICES:
             raise PlanError(f"unknown device '{self.device}'", hint=f"known: {', '.join(DEVICES)}")
-        if self.device == CUDA and self.runtime is Runtime.PYTHON:
-            raise UnsupportedError("--runtime python runs on the CPU, not on 'cuda'", hint="leave --runtime out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,32 +131,48 @@ def choose(bundle: Bundle, options: Options) -> Artifact:
             hint = f"of this bundle it runs {', '.join(others)}" if others else "without --variant it runs the graph"
             raise UnsupportedError(f"{entry.name} does not run there: {reason}", hint=hint)
         return bundle.artifact(entry)
+    passed_over: list[tuple[str, str]] = []
     for entry in bundle.manifest.variants:
-        # What was fused for processors was never tried on a GPU; there ONNX Runtime fuses the graph itself.
-        is_tried = options.device != CUDA or entry.device == CUDA
-        if is_tried and _why_not(entry.variant, options) is None:
+        reason = _why_not(entry.variant, options) or _untried(entry.variant, options)
+        if reason is None:
+            _tell(passed_over, entry.name)
             return bundle.artifact(entry)
-    return _required(graph, options)
+        passed_over.append((entry.name, reason))
+    graph = _required(graph, options)
+    _tell(passed_over, graph.variant.name)
+    return graph
+
+
+def _tell(passed_over: Iterable[tuple[str, str]], chosen: str) -> None:
+    for name, reason in passed_over:
+        logger.warning("passing over %s: %s; using %s instead", name, reason, chosen)
 
 
 def _required(graph: Artifact, options: Options) -> Artifact:
     if (reason := _why_not(graph.variant, options)) is not None:
-        raise UnsupportedError(f"the bundle's graph does not run there: {reason}")
+        hint = "a bundle from `hasten build --device cuda` does; or --runtime native"
+        raise UnsupportedError(f"the bundle's graph does not run there: {reason}", hint=hint)
     return graph
+
+
+def _untried(variant: Variant, options: Options) -> str | None:
+    """What was fused for processors was never tried on a GPU; there ONNX Runtime fuses the graph itself."""
+    is_elsewhere = options.device == CUDA and variant.device != CUDA
+    return "it was built for processors" if is_elsewhere else None
 
 
 def _why_not(variant: Variant, options: Options) -> str | None:
     backend, precision = variant.backend, variant.precision
-    if backend not in _RUNS[options.runtime]:
-        runs = _RUNS[Runtime.PYTHON]
-        also = ", with --runtime python it does" if options.runtime is Runtime.NATIVE and backend in runs else ""
-        return f"--runtime {options.runtime} does not run {backend}{also}"
-    if backend == TENSORRT and options.device == CPU:
+    if variant.device == CUDA and options.device == CPU:
         return "it runs on GPUs"
-    if backend == TENSORRT and options.threads is not None:
-        return "it has no threads to be given"
-    if backend != TENSORRT and options.device == CUDA and precision in (Precision.INT8, Precision.INT4):
-        return f"its {precision} operators are for processors"
-    if backend != TENSORRT and variant.device == CUDA and options.device != CUDA:
-        return "it is for GPUs: --device cuda"
-    return None
+    if backend not in _RUNS[options.runtime]:
+        other = next((one for one, runs in _RUNS.items() if backend in runs), None)
+        also = f", with --runtime {other} it does" if other is not None else ""
+        return f"--runtime {options.runtime} does not run {backend}{also}"
+    if variant.device == CUDA:
+        return "it has no threads to be given" if options.threads is not None else None
+    if options.device != CUDA:
+        return None
+    if options.runtime is Runtime.PYTHON:
+        return "--runtime python runs what was built for processors on the CPU"
+    return f"its {precision} operators are for processors" if precision in (Precision.INT8, Precision.INT4) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +16,14 @@ from hasten.bundle import Bundle
 from hasten.bundle.read import GRAPH_BACKEND, TOKENIZER
 from hasten.core.errors import BundleError, StageError, UnsupportedError, translate_os_errors
 from hasten.core.tensors import ATTENTION_MASK, Signature, TensorSpec
-from hasten.core.variant import CPU, CUDA
+from hasten.core.variant import CPU, CUDA, Precision
 from hasten.deploy.tritonserver import configs
 from hasten.deploy.tritonserver.batching import Batching, batching
 from hasten.deploy.tritonserver.models.answer import OPTIONS
 from hasten.deploy.tritonserver.models.request import ABOUT
 from hasten.deploy.tritonserver.models.request import TOKENIZER as TOKENIZER_FILE
-from hasten.deploy.tritonserver.options import TENSORRT, Options, Repository, Runtime, choose
+from hasten.deploy.tritonserver.options import FUSED, TENSORRT, Options, Repository, Runtime, choose
+from hasten.deploy.tritonserver.packages import needed, pinned
 from hasten.deploy.tritonserver.pbtxt import Message, Tensor, Value, to_text
 from hasten.deploy.tritonserver.shipping import is_ours, ship
 from hasten.tasks import TASKS, AnyTask, TaskSpec
@@ -35,7 +35,9 @@ VERSION = "1"
 _LEAST = "1.21"
 _LABELS = "labels.txt"
 # What a model is called after, by the backend of its variant.
-_WORDS = {"onnxruntime": "onnx", "graph": "onnx", "openvino": "openvino", TENSORRT: "tensorrt"}
+_WORDS = {"onnxruntime": "onnx", "graph": "onnx", "openvino": "openvino", TENSORRT: "tensorrt", FUSED: "fused"}
+# The one that sessions of ours compute on, of those that the server sees.
+_FIRST_GPU = (0,)
 # Tasks whose answer is what the model gives, as it gives it: a row for each text.
 _RAW = ("text-classification", "sentence-similarity", "feature-extraction")
 _CLASSES = "text-classification"
@@ -65,21 +67,10 @@ def write_models(bundle: Bundle, directory: Path, options: Options) -> Repositor
             f"the task '{bundle.manifest.task.name}' is another package's, and its code cannot be shipped"
         )
     artifact = choose(bundle, options)
-    if artifact.variant.backend == TENSORRT:
+    if artifact.variant.device == CUDA:
         options = replace(options, device=CUDA)
     with translate_os_errors(f"writing {directory}"):
         return _Writer(bundle, directory, options, artifact).write()
-
-
-def pinned(bundle: Bundle, names: Sequence[str]) -> tuple[str, ...]:
-    """Packages of the versions that the bundle was built with, where it says so."""
-    built = bundle.manifest.machine.libraries
-    return tuple(f"{name}=={built[name]}" if _is_version(built.get(name, "")) else name for name in names)
-
-
-def _is_version(text: str) -> bool:
-    """A bundle may say anything, and what it says here becomes part of commands."""
-    return re.fullmatch(r"[0-9][0-9A-Za-z.]*", text, re.ASCII) is not None
 
 
 @dataclass(frozen=True)
@@ -235,8 +226,19 @@ class _Writer:
     def packages(self) -> tuple[str, ...]:
         names = ["tokenizers", *([] if self.is_ensemble else ["msgspec"])]
         if self.is_python:
-            names.append("openvino" if self.artifact.variant.backend == "openvino" else "onnxruntime")
+            names += needed(self.artifact.variant)
         return pinned(self.bundle, names)
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """The server's own backends run on all that it sees."""
+        return _FIRST_GPU if self.is_python and self.options.device == CUDA else ()
+
+    @property
+    def is_exact_on_gpu(self) -> bool:
+        """Whether the server's ONNX Runtime computes fp32 there; a session of ours sees to that by itself."""
+        is_theirs = not self.is_python and self.record is None
+        return is_theirs and self.options.device == CUDA and self.artifact.variant.precision is Precision.FP32
 
     @property
     def around(self) -> dict[str, Value]:
@@ -265,10 +267,12 @@ class _Writer:
         platform = "onnxruntime_onnx" if self.record is None else "tensorrt_plan"
         rest: dict[str, Value] = {
             **({"backend": "python"} if self.is_python else {"platform": platform}),
-            "instance_group": configs.instances(options.instances, options.device, profiles),
+            "instance_group": configs.instances(options.instances, options.device, profiles=profiles, gpus=self.gpus),
             **({"dynamic_batching": self._waiting(share)} if has_batch else {}),
             "model_warmup": samples,
         }
+        if self.is_exact_on_gpu:
+            rest["optimization"] = configs.without_tf32()
         if not self.is_python:
             rest["default_model_filename"] = artifact.graphs[MODEL]
             if options.threads is not None:
@@ -297,6 +301,7 @@ class _Writer:
                 "instances": options.instances,
                 "threads": options.threads,
                 "limits": self._limits(),
+                "max_rows": self.batching.max_rows,
             }
             self._write_code(folder, "run", about, [f"hasten.backends.{artifact.variant.backend}"])
 

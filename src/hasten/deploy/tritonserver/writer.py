@@ -17,8 +17,9 @@ from hasten.deploy.tritonserver.models.generate import EXCLUDES, SAMPLING, STREA
 from hasten.deploy.tritonserver.models.request import ABOUT
 from hasten.deploy.tritonserver.models.request import TOKENIZER as TOKENIZER_FILE
 from hasten.deploy.tritonserver.options import Options, Repository, Runtime
+from hasten.deploy.tritonserver.packages import pinned
 from hasten.deploy.tritonserver.pbtxt import Tensor, Value, to_text
-from hasten.deploy.tritonserver.repository import MODEL_PY, VERSION, pinned
+from hasten.deploy.tritonserver.repository import MODEL_PY, VERSION
 from hasten.deploy.tritonserver.shipping import ship
 
 _ONNX = "onnxruntime"

@@ -1,22 +1,25 @@
-"""The model itself, run by hasten's own session: ONNX Runtime or OpenVINO, all requests that wait in one go."""
+"""The model itself, run by hasten's own session, on a processor or the first GPU: all requests that wait in one go."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hasten.backends import BACKENDS, Artifact, RunOptions
+from hasten.backends import BACKENDS, Artifact, HasSizes, RunOptions, Session
 from hasten.core.batching import by_length
 from hasten.core.errors import InputError
 from hasten.core.hardware import usable_cores
-from hasten.core.tensors import ATTENTION_MASK, Batch, divide, gather, real_positions, repad
+from hasten.core.tensors import ATTENTION_MASK, Batch, IntArray, Layout, divide, gather, real_positions, repad
 from hasten.core.variant import Variant
 from hasten.deploy.tritonserver.models.request import Tensors, Told, answered, server
 
 VARIANT = "variant"
+# On a GPU each size of a batch has a graph of its own, which is recorded before it is asked for: as far as time allows.
+_TOKENS, _WARM_S = 8192, 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class TritonPythonModel:
         threads = about["threads"] or max(1, usable_cores() // about["instances"])
         self._limits: Mapping[str, int] = about["limits"]
         self._session = BACKENDS.get(variant.backend).open(artifact, RunOptions(threads))
+        _make_sizes_ready(self._session, about["max_rows"])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         return answered(requests, self._rows, self._outputs)
@@ -70,7 +74,8 @@ class TritonPythonModel:
     def _outputs(self, asked: list[_Rows]) -> Iterator[Tensors]:
         signature = self._signature
         whole = Batch.concatenate([rows.batch for rows in asked])
-        parts = [(rows, self._session.run(whole.take(rows))) for rows in by_length(whole.lengths)]
+        groups = _groups(whole.lengths, self._session.spec.layout)
+        parts = [(rows, self._session.run(whole.take(rows))) for rows in groups]
         outputs = gather(parts, whole, signature)
         for rows, own in zip(asked, divide(outputs, [rows.batch for rows in asked], signature), strict=True):
             tensors: dict[str, Any] = {}
@@ -80,3 +85,18 @@ class TritonPythonModel:
                     value = repad(value, rows.batch.lengths, rows.width, signature.pads_left)
                 tensors[spec.name] = value.astype(spec.dtype.value, copy=False)
             yield tensors
+
+
+def _groups(lengths: IntArray, layout: Layout) -> list[IntArray]:
+    """What pads nothing takes all rows as they are, and cuts them by itself."""
+    return [np.arange(len(lengths))] if layout is Layout.PACKED else by_length(lengths)
+
+
+def _make_sizes_ready(session: Session, max_rows: int) -> None:
+    if not isinstance(session, HasSizes):
+        return
+    until = time.monotonic() + _WARM_S
+    for batch in session.samples(min(_TOKENS, session.most_tokens), max_rows):
+        if time.monotonic() > until:
+            return
+        session.run(batch)

@@ -1,0 +1,100 @@
+"""The fused kernels in a repository for tritonserver: the files that were shipped, and the model asked as it asks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from encoders import DEVICE
+from engines import with_variant
+from hasten.backends import Artifact, RunOptions
+from hasten.backends.fused import BACKEND
+from hasten.backends.fused.session import FusedSession, read_about
+from hasten.backends.torch import ModuleSession
+from hasten.core.plan import Plan
+from hasten.core.tensors import Batch, Signature
+from hasten.core.variant import Variant
+from hasten.deploy.tritonserver import Options, Repository, Runtime, write_models
+from hasten.deploy.tritonserver.models import run
+from tritonserver import stub
+
+VARIANT = Variant.parse("fused-fp16@cuda")
+
+
+def on_cpu(artifact: Artifact, _: RunOptions) -> FusedSession:
+    weights = {name: tensor.float() for name, tensor in load_file(artifact.path()).items()}
+    return FusedSession(read_about(artifact), weights, artifact, device="cpu", is_dependent=False)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_classifier: Any) -> Any:
+    from hasten.builder.load import load_model
+    from hasten.builder.source import find_model
+
+    plan = Plan(model=str(tiny_classifier("bert")))
+    return load_model(find_model(plan), plan)
+
+
+@pytest.fixture(scope="module")
+def repository(
+    loaded: Any, tiny_classifier: Any, quick_build: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Repository:
+    folder = tmp_path_factory.mktemp("fused")
+    (folder / "made").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedSession, "tune", lambda *_: None)
+        artifact = BACKEND.make(loaded.source, VARIANT, folder / "made")
+    bundle = quick_build(tiny_classifier("bert"), variants=["onnxruntime-fp32"], batch_size=(1, 2, 4))
+    files = {file.name: file.read_bytes() for file in (artifact.path(), folder / "made" / "fused.json")}
+    place = tmp_path_factory.mktemp("models")
+    return write_models(with_variant(bundle, folder, VARIANT, files), place, Options(runtime=Runtime.PYTHON))
+
+
+def rows(request: stub.Request, signature: Signature) -> Batch:
+    mask = request.inputs["attention_mask"] != 0
+    names = [spec.name for spec in signature.inputs if spec.name != "attention_mask"]
+    return Batch(
+        {name: request.inputs[name][mask].astype(np.int32) for name in names}, mask.sum(axis=1).astype(np.int32)
+    )
+
+
+def test_it_answers_like_the_original(repository: Repository, loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests in one batch, whatever their lengths; here through Triton's interpreter."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(type(BACKEND), "open", lambda _, *words: on_cpu(*words))
+    made_ready: list[tuple[int, int]] = []
+    monkeypatch.setattr(FusedSession, "samples", lambda _, *sizes: made_ready.append(sizes) or [])
+    theirs = ModuleSession(loaded.module, Artifact(VARIANT, loaded.signature, repository.directory, {}), RunOptions(1))
+    asked = [stub.ask(*lengths, names=repository.tokens, outputs=("logits",)) for lengths in ((2, 30), (9,))]
+    with stub.running(repository.directory / repository.model) as model:
+        ran: list[int] = []
+        whole = model._session.run
+        monkeypatch.setattr(model._session, "run", lambda batch: ran.append(len(batch)) or whole(batch))
+        answers = model.execute(asked)
+    assert ran == [3]
+    assert made_ready == [(run._TOKENS, repository.max_rows)]
+    for request, answer in zip(asked, answers, strict=True):
+        expected = theirs.run(rows(request, loaded.signature))["logits"]
+        assert answer.error is None
+        # In half precision on a GPU; its weights are so here, too.
+        np.testing.assert_allclose(answer.outputs["logits"], expected, atol=2e-2)
+
+
+def test_nothing_of_ours_is_missing(repository: Repository) -> None:
+    folder = repository.directory / repository.model / "1"
+    kernels = [f"hasten.kernels.{file.stem}" for file in (folder / "hasten" / "kernels").glob("[a-z]*.py")]
+    names = ["hasten.backends.fused", "hasten.deploy.tritonserver.models.run", *sorted(kernels)]
+    program = (
+        f"import importlib, sys; sys.path.insert(0, {str(folder)!r})\n"
+        f"files = {{importlib.import_module(name).__file__ for name in {names}}}\n"
+        f"assert all(file.startswith({str(folder)!r}) for file in files), files\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(kernels) > 10
