@@ -14,6 +14,7 @@ from hasten.backends.onnxruntime.caches import CROSS, PAST, Caches
 class Entry:
     name: str
     shape: tuple[int | str, ...]
+    type: str = "tensor(float)"
 
 
 INPUTS = [Entry("input_ids", ("rows", "tokens")), Entry("past.0.key", ("rows", 2, "capacity", 4))]

@@ -17,11 +17,14 @@ _ENDS = ("logits",)
 _ROOT = ("Add", "Sqrt", "Div", "Reciprocal")
 
 
-def halve_written(graphs: Mapping[str, Path], folder: Path) -> dict[str, Path]:
+def halve_written(
+    graphs: Mapping[str, Path], folder: Path, beyond_fp16: Mapping[str, frozenset[str]]
+) -> dict[str, Path]:
+    """What computes or reads a tensor that is named for its graph stays in fp32."""
     models = {}
     for name, file in graphs.items():
         model = _with_norms(read_graph(file))
-        models[name] = halved(model, file.parent, frozenset(), _ENDS, _squares(model.graph))
+        models[name] = halved(model, file.parent, beyond_fp16.get(name, frozenset()), _ENDS, _squares(model.graph))
     made = {name: folder / file.name for name, file in graphs.items()}
     write_together({made[name]: models[name] for name in made})
     return made
