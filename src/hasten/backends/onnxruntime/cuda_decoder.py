@@ -14,13 +14,15 @@ from hasten.backends.onnxruntime.caches import Caches
 from hasten.backends.onnxruntime.cuda import check_started, left_to_cpu, open_graph, refuse_left
 from hasten.backends.onnxruntime.decoder import DecoderSession, bind_place
 from hasten.backends.onnxruntime.device_caches import DeviceCaches
-from hasten.backends.onnxruntime.session import placements
-from hasten.core.errors import StageError
+from hasten.backends.onnxruntime.session import Placement, placements
+from hasten.core.errors import StageError, UnsupportedError
 from hasten.core.tensors import FloatArray, IntArray
 from hasten.core.variant import CUDA
 
 # Tokens of the prompt that shows what runs where, and the bytes of eight numbers: what is copied of no more is a size.
 _SHOWN, _SIZE_BYTES = 16, 64
+# The input that ONNX Runtime names where it refuses it.
+_BIAS = "attention_bias"
 
 
 class CudaDecoder(DecoderSession):
@@ -102,11 +104,21 @@ class _DeviceStep:
 
 def check_decoder_placements(artifact: Artifact) -> None:
     """Refuse graphs of which ONNX Runtime leaves a part to the CPU: every token would wait for it."""
-    with (
-        tempfile.TemporaryDirectory(prefix="hasten-") as work,
-        CudaDecoder(artifact, RunOptions(1), 1, work) as decoder,
-    ):
+    with tempfile.TemporaryDirectory(prefix="hasten-") as work:
+        try:
+            ran = _placed(artifact, work)
+        except StageError as error:
+            if _BIAS not in error.message:
+                raise
+            raise UnsupportedError(
+                "the GroupQueryAttention of this ONNX Runtime takes no bias on a GPU, and the model has one",
+                hint="a newer onnxruntime-gpu, or --device cpu",
+            ) from error
+    refuse_left(left_to_cpu(ran, _SIZE_BYTES))
+
+
+def _placed(artifact: Artifact, work: str) -> list[Placement]:
+    with CudaDecoder(artifact, RunOptions(1), 1, work) as decoder:
         decoder.begin(0, np.zeros(min(_SHOWN, artifact.signature.max_length - 1), np.int32))
         decoder.step([0], np.zeros(1, np.int32))
-        ran = [one for runtime in decoder.runtimes for one in placements(runtime)]
-    refuse_left(left_to_cpu(ran, _SIZE_BYTES))
+        return [one for runtime in decoder.runtimes for one in placements(runtime)]

@@ -1,4 +1,4 @@
-"""Keys and values of rows in progress in a GPU's own memory: only graphs touch them, and rows are copied by one, too."""
+"""Keys and values of rows in progress in a GPU's own memory: only graphs touch them, and rows are copied by one."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class DeviceCaches(Caches):
 
 
 def in_turn(rows: Mapping[int, int], spare: int) -> list[tuple[int, int]]:
-    """Copies (target, source) one after another that come to the same as all at once; circles go through a spare row."""
+    """Copies (target, source) one after another that come to the same as all at once, circles by way of a spare row."""
     waiting = {target: source for target, source in rows.items() if target != source}
     made: list[tuple[int, int]] = []
     while waiting:
