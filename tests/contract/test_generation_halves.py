@@ -15,6 +15,7 @@ import tiny_writers
 from hasten.backends import DECODER, ENCODER, Artifact, RunOptions
 from hasten.backends.onnxruntime import stored_precision
 from hasten.backends.onnxruntime.cuda_decoder import CudaDecoder, check_decoder_placements
+from hasten.builder.inspect import inspect
 from hasten.bundle import Bundle
 from hasten.core.tensors import Signature
 from hasten.core.variant import Precision, Support, Variant
@@ -176,6 +177,8 @@ def test_a_build_for_a_gpu_holds_halves_and_blocks(bundle: Bundle) -> None:
         assert stored_precision(bundle.artifact(entry).path(DECODER)) is entry.precision
     passes = [(done.name, done.variants) for done in bundle.report.passes]
     assert ("halve", (HALF,)) in passes
+    # Keys and values of two layers of four heads, two bytes a number.
+    assert inspect(bundle).cache.bytes_per_token == 2 * 2 * 4 * 16 * 2
     for name in others:
         assert {("quantize", (name,)), ("halve", (name,))} <= set(passes)
     bundle.check()
@@ -251,8 +254,9 @@ def test_what_a_gpu_cannot_do_is_refused_in_a_line(
         patch.setattr("hasten.backends.onnxruntime.cuda_decoder._placed", without_bias)
         # One that the build picked by itself is passed over, one that was asked for is an error.
         refused = "the GroupQueryAttention of this ONNX Runtime takes no bias on a GPU"
-        with pytest.raises(hasten.StageError, match=f"nothing of .* runs on the cuda: {refused}"):
+        with pytest.raises(hasten.StageError, match=f"nothing of .* runs on 'cuda': {refused}") as told:
             hasten.build(model, target, device="cuda")
+        assert told.value.hint == "--device cpu"
         with pytest.raises(hasten.UnsupportedError, match=refused):
             hasten.build(model, target, variants=HALF)
     assert not target.exists()

@@ -1,9 +1,9 @@
 """The whole way of a model that writes: in with its weights, out as a bundle that writes the same.
 
-model ─load─▶ module ─export─▶ graph with a cache ─┬─────────────▶ fp32 ─┐
-                │                                  ├─ blocks ─▶ int8, int4 ─┤ verify ─▶ bench ─▶ bundle
-                │                                  └─ … and in halves, for GPUs ─┤
-                └─ its own answers, its likelihoods ─────────────────────────────┘
+model ─load─▶ module ─export─▶ graph with a cache ─┬─────────────▶ fp32 ─┐ ─────────▶ for processors ─┐
+                │                                  └─ blocks ─▶ int8, int4 ─┴─ in halves ─▶ for GPUs ──┤
+                └─ its own answers, its likelihoods ───────────────────────────────────────────────────┤
+                                                             bundle ◀─ bench ◀─ verify ◀────────────────┘
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hasten.core.plan import Keep
 from hasten.core.report import Candidate, Report, Status, Verdict
 from hasten.core.tensors import IntArray, Shape, Signature
 from hasten.core.tokenizer import Tokenizer
-from hasten.core.variant import Precision, Variant
+from hasten.core.variant import CUDA, Precision, Variant
 from hasten.core.version import __version__
 from hasten.measure.data import sample_texts
 from hasten.measure.rows import SAMPLE, naming
@@ -101,7 +101,8 @@ class GenerationBuild(Staged):
         ]
         if not passed:
             if not verdicts:
-                raise StageError(f"nothing of {model.id} runs on the {self.about.device}: {refused[0].reason}")
+                told = f"nothing of {model.id} runs on '{self.about.device}': {refused[0].reason}"
+                raise StageError(told, hint="--device cpu" if self.about.device == CUDA else None)
             raise AccuracyError(
                 f"no variant of {model.id} may be used",
                 hint="the gate is set by --min-agreement",
