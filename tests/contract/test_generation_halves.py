@@ -31,6 +31,7 @@ HALF = "onnxruntime-fp16@cuda"
 ON_DEVICE = partial(CudaDecoder, device="cpu")
 STARTS = (2, 5)
 ENCODED = ("t5", "bart")
+MORE = ("qwen2", "qwen3", "mistral", "gemma2", "gpt_neox", "marian")
 PROMPTS = [np.random.default_rng(seed).integers(3, 300, length) for seed, length in enumerate((11, 4, 30, 1))]
 # Of the largest logit. Weights this random round badly; halves of the wrong numbers would be off by all of it.
 CLOSE = 0.05
@@ -39,11 +40,15 @@ CLOSE = 0.05
 def exported(module: Any, folder: Path) -> dict[str, Path]:
     from hasten.builder.decoder import export_decoder, rotation_tables
     from hasten.builder.encoder_decoder import export_encoder_decoder
+    from hasten.quantize.written_half import join_norms
 
+    graphs, context = {DECODER: folder / "decoder.onnx"}, tiny_writers.CONTEXT
     if module.config.is_encoder_decoder:
-        return export_encoder_decoder(module, folder, STARTS, (tiny_writers.CONTEXT, tiny_writers.CONTEXT))
-    export_decoder(module, folder / "decoder.onnx", rotation_tables(module, tiny_writers.CONTEXT))
-    return {DECODER: folder / "decoder.onnx"}
+        graphs = export_encoder_decoder(module, folder, STARTS, (context, context))
+    else:
+        export_decoder(module, graphs[DECODER], rotation_tables(module, context))
+    (folder / "joined").mkdir()
+    return join_norms(graphs, folder / "joined")
 
 
 def halved(graphs: dict[str, Path], folder: Path, beyond: dict[str, frozenset[str]] | None = None) -> dict[str, Path]:
@@ -69,7 +74,9 @@ def logits(module: Any, prompt: np.ndarray, tokens: list[int]) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "gpt_neox", *ENCODED])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", *ENCODED, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+)
 def test_rows_step_together_near_the_original(name: str, tmp_path: Path) -> None:
     module = tiny_writers.module(name)
     graphs = halved(exported(module, tmp_path), tmp_path / "halves")

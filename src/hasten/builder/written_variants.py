@@ -14,7 +14,7 @@ from hasten.core.tensors import Signature
 from hasten.core.variant import CUDA, Variant
 from hasten.quantize.overflow import Overflow, describe
 from hasten.quantize.written import BLOCKS, quantize_written
-from hasten.quantize.written_half import halve_written
+from hasten.quantize.written_half import halve_written, join_norms
 from hasten.quantize.written_range import Text, overflows_written
 
 
@@ -29,7 +29,7 @@ class Kit:
     passes: list[Pass]
 
     def make(self, variant: Variant) -> Artifact:
-        graphs = self.graphs
+        graphs = self._joined if variant.device == CUDA else self.graphs
         if variant.precision in BLOCKS:
             made = quantize_written(graphs, self._folder(variant, "blocks"), BLOCKS[variant.precision])
             self._record("quantize", variant, graphs, made)
@@ -50,8 +50,14 @@ class Kit:
         return BACKENDS.get(variant.backend).make(Source(self.signature, graphs), variant, folder)
 
     @cached_property
+    def _joined(self) -> dict[str, Path]:
+        folder = self.work / "joined"
+        folder.mkdir()
+        return join_norms(self.graphs, folder)
+
+    @cached_property
     def _overflows(self) -> dict[str, tuple[Overflow, ...]]:
-        return overflows_written(self.graphs, self.texts)
+        return overflows_written(self._joined, self.texts)
 
     def _folder(self, variant: Variant, what: str) -> Path:
         made = self.work / f"{variant.name}-{what}"

@@ -17,14 +17,23 @@ _ENDS = ("logits",)
 _ROOT = ("Add", "Sqrt", "Div", "Reciprocal")
 
 
+def join_norms(graphs: Mapping[str, Path], folder: Path) -> dict[str, Path]:
+    """The same in fp32, each norm in one operator: what is large inside it never leaves it."""
+    return _written({name: _with_norms(read_graph(file)) for name, file in graphs.items()}, graphs, folder)
+
+
 def halve_written(
     graphs: Mapping[str, Path], folder: Path, beyond_fp16: Mapping[str, frozenset[str]]
 ) -> dict[str, Path]:
     """What computes or reads a tensor that is named for its graph stays in fp32."""
     models = {}
     for name, file in graphs.items():
-        model = _with_norms(read_graph(file))
+        model = read_graph(file)
         models[name] = halved(model, file.parent, beyond_fp16.get(name, frozenset()), _ENDS, _squares(model.graph))
+    return _written(models, graphs, folder)
+
+
+def _written(models: Mapping[str, Any], graphs: Mapping[str, Path], folder: Path) -> dict[str, Path]:
     made = {name: folder / file.name for name, file in graphs.items()}
     write_together({made[name]: models[name] for name in made})
     return made

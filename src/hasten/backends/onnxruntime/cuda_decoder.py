@@ -50,7 +50,10 @@ class CudaDecoder(DecoderSession):
 
     def _new_step(self, first: int, count: int, tokens: int) -> _DeviceStep:
         caches = (self._past, self._cross)
-        return _DeviceStep(self._session, caches, first, count, (tokens, self._vocabulary), self._device)
+        try:
+            return _DeviceStep(self._session, caches, first, count, (tokens, self._vocabulary), self._device)
+        except Exception as error:  # the binding raises its own unrelated classes
+            raise StageError(f"ONNX Runtime has no place for {count} rows of {tokens} tokens: {error}") from error
 
 
 class _DeviceStep:
