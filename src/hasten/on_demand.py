@@ -26,7 +26,7 @@ from hasten.core.errors import BundleError, PlanError, StageError, missing_packa
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Plan
 from hasten.core.progress import Progress
-from hasten.core.variant import ANYTHING, Precision, VariantChoice
+from hasten.core.variant import ANYTHING, CUDA, Precision, VariantChoice
 
 # Of what a build reads: other formats of the same weights do not matter.
 _READ = (".json", ".txt", ".model", ".py", ".jinja", ".safetensors")
@@ -110,9 +110,12 @@ def _build(plan: Plan, place: Path, progress: Progress | None) -> Bundle:
 def _variants(plan: Plan, model: ModelDirectory, choice: VariantChoice) -> tuple[str, ...]:
     """None stands for all that a build tries by itself."""
     if find_writing(model, plan) is not None:
-        return (
-            () if choice.precision == BEST else (f"{choice.backend or _WRITER}-{choice.precision or Precision.FP32}",)
-        )
+        if choice.precision == BEST:
+            return ()
+        on_gpu = choice.device == CUDA
+        # A GPU attends in halves alone.
+        precision = choice.precision or (Precision.FP16 if on_gpu else Precision.FP32)
+        return (f"{choice.backend or _WRITER}-{precision}{f'@{CUDA}' if on_gpu else ''}",)
     if choice.precision == BEST:
         if choice.backend is not None:
             raise PlanError("the best is looked for among all backends", hint="leave out backend, or name a precision")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import hasten
 import tiny_writers
 from hasten.backends import DECODER, ENCODER, Artifact, RunOptions
 from hasten.backends.onnxruntime import stored_precision
+from hasten.backends.onnxruntime.cuda_decoder import CudaDecoder
 from hasten.backends.onnxruntime.decoder import DecoderSession
 from hasten.bundle import Bundle
 from hasten.core.tensors import Signature
@@ -44,11 +46,17 @@ class Original:
             return self.module(**feeds, use_cache=False).logits[0, -1].numpy()
 
 
-def open_session(graphs: dict[str, Path], slots: int = 4, context: int = tiny_writers.CONTEXT) -> DecoderSession:
+# The session for a GPU, with everything it does but the GPU.
+ON_DEVICE = partial(CudaDecoder, device="cpu")
+
+
+def open_session(
+    graphs: dict[str, Path], context: int = tiny_writers.CONTEXT, kind: Callable[..., DecoderSession] = DecoderSession
+) -> DecoderSession:
     signature = Signature(inputs=(), outputs=(), max_length=context)
     names = {name: file.name for name, file in graphs.items()}
     artifact = Artifact(Variant("onnxruntime", Precision.FP32), signature, graphs[DECODER].parent, names)
-    return DecoderSession(artifact, RunOptions(1), slots)
+    return kind(artifact, RunOptions(1), 4)
 
 
 def exported(original: Original, folder: Path, context: int = tiny_writers.CONTEXT) -> dict[str, Path]:
@@ -73,9 +81,9 @@ def llama_graphs(llama: Original, tmp_path_factory: pytest.TempPathFactory) -> d
     return exported(llama, tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture
-def session(llama_graphs: dict[str, Path]) -> Iterator[DecoderSession]:
-    with open_session(llama_graphs) as opened:
+@pytest.fixture(params=[DecoderSession, ON_DEVICE], ids=["processor", "device"])
+def session(llama_graphs: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[DecoderSession]:
+    with open_session(llama_graphs, kind=request.param) as opened:
         yield opened
 
 
@@ -132,17 +140,17 @@ def test_rows_outgrow_the_first_room(tmp_path: Path) -> None:
     wider = torch.nn.Embedding(600, 64)
     original.module.transformer.wpe = wider
     prompts = [np.random.default_rng(5).integers(3, 300, length) for length in (250, 3)]
-    tokens: list[list[int]] = [[], []]
-    with open_session(exported(original, tmp_path, 600), context=600) as session:
+    graphs = exported(original, tmp_path, 600)
+    after = list(range(20, 40))
+    for kind in (DecoderSession, ON_DEVICE):
+        with open_session(graphs, 600, kind) as session:
+            for slot, prompt in enumerate(prompts):
+                session.begin(slot, prompt)
+            for token in after:
+                found = session.step([0, 1], np.array([token, token]))
         for slot, prompt in enumerate(prompts):
-            session.begin(slot, prompt)
-        for token in range(20, 40):
-            found = session.step([0, 1], np.array([token, token]))
-            for one in tokens:
-                one.append(token)
-    for slot, prompt in enumerate(prompts):
-        expected = original(prompt, tokens[slot])
-        np.testing.assert_allclose(found[slot], expected, rtol=0, atol=CLOSE * abs(expected).max())
+            expected = original(prompt, after)
+            np.testing.assert_allclose(found[slot], expected, rtol=0, atol=CLOSE * abs(expected).max())
 
 
 def test_what_a_session_refuses(session: DecoderSession) -> None:
@@ -271,6 +279,15 @@ def test_what_is_refused_before_the_weights_are_read(tiny_classifier: Any, tmp_p
     with pytest.raises(hasten.PlanError, match="has no head for text-generation; it fits text-classification"):
         hasten.build(tiny_classifier("bert"), tmp_path / "bundle", task="text-generation")
     assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", *ENCODED])
+def test_what_it_is_for_is_found_by_its_class(name: str, tmp_path: Path) -> None:
+    from hasten.builder.outline import outline
+    from hasten.core.plan import Plan
+
+    found = outline(Plan(str(tiny_writers.save(name, tmp_path / "model"))), tmp_path / "bundle")
+    assert found.task == ("text2text-generation" if name in ENCODED else "text-generation")
 
 
 def test_a_gate_that_no_variant_passes_leaves_nothing(tmp_path: Path) -> None:

@@ -138,6 +138,11 @@ def test_nodes_that_landed_on_the_cpu_are_named() -> None:
     lost = Placement("/positions", "CumSum", CPU_PROVIDER, 512)
     assert left_to_cpu([shape, copied, lost, compute]) == ("CumSum '/positions'", "Shape '/shape'")
     assert left_to_cpu([copied, compute]) == ("Memcpy_1",)
+    # Where a size goes over that the GPU computes with, it is told how large sizes are.
+    size = Placement("Memcpy_2", "MemcpyFromHost", CPU_PROVIDER, 8)
+    assert left_to_cpu([shape, size, compute]) == ("Shape '/shape'", "MemcpyFromHost 'Memcpy_2'")
+    assert left_to_cpu([shape, size, compute], 64) == ()
+    assert left_to_cpu([shape, size, copied, lost, compute], 64)[0] == "CumSum '/positions'"
 
 
 @pytest.mark.parametrize(

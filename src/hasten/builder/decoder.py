@@ -140,9 +140,11 @@ def pairs(parts: Sequence[torch.Tensor]) -> list[Pair]:
 
 
 def places(input_ids: torch.Tensor, seqlens_k: torch.Tensor) -> torch.Tensor:
-    """Of each new token in its row: they are the last ones."""
-    tokens = input_ids.shape[1]
-    return (seqlens_k + (1 - tokens))[:, None] + torch.arange(tokens, dtype=torch.int32)[None]
+    """Of each new token in its row: they are the last ones.
+
+    Counted back from the last: a range takes its ends from the CPU, where sizes are, and on a GPU nothing is copied.
+    """
+    return seqlens_k[:, None] - torch.arange(input_ids.shape[1] - 1, -1, -1, dtype=torch.int32)[None]
 
 
 @contextmanager

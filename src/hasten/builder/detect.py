@@ -102,6 +102,7 @@ def _find(model: ModelDirectory) -> str | None:
         return EMBEDDING
     if by_class is not None:
         return by_class
-    # BertModel, but not GPT2LMHeadModel.
-    is_bare = model.architecture.endswith("Model") and not model.architecture.endswith(("HeadModel", "HeadsModel"))
+    # BertModel, but not GPT2LMHeadModel, nor MarianMTModel.
+    heads = ("HeadModel", "HeadsModel", "MTModel")
+    is_bare = model.architecture.endswith("Model") and not model.architecture.endswith(heads)
     return _BARE if is_bare else None

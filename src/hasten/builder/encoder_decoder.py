@@ -120,7 +120,9 @@ class _Decoder(torch.nn.Module):
 
         def backwards(table: torch.Tensor, *_: Any) -> torch.Tensor:
             keys = torch.arange(longest, dtype=torch.int32)
-            distances = (positions[:, :, None] - keys[None, None]).clamp(0, table.shape[0] - 1)
+            # No clamp: of int32, ONNX Runtime's GPU kernels know the larger and the smaller of two alone.
+            first, last = (torch.tensor(place, dtype=torch.int32) for place in (0, table.shape[0] - 1))
+            distances = (positions[:, :, None] - keys[None, None]).maximum(first).minimum(last)
             return torch.nn.functional.embedding(distances, table).permute(0, 3, 1, 2)
 
         # Asked for its size alone: what was read is in the caches.

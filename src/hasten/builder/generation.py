@@ -1,19 +1,22 @@
 """The whole way of a model that writes: in with its weights, out as a bundle that writes the same.
 
-model ─load─▶ module ─export─▶ graph with a cache ─┬─────────────▶ fp32 ─┐
-                │                                  └─ blocks ─▶ int8, int4 ─┤ verify ─▶ bench ─▶ bundle
-                └─ its own answers, its likelihoods ────────────────────────┘
+model ─load─▶ module ─export─▶ graph with a cache ─┬─────────────▶ fp32 ─┐ ─────────▶ for processors ─┐
+                │                                  └─ blocks ─▶ int8, int4 ─┴─ in halves ─▶ for GPUs ──┤
+                └─ its own answers, its likelihoods ───────────────────────────────────────────────────┤
+                                                             bundle ◀─ bench ◀─ verify ◀────────────────┘
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hasten.backends import BACKENDS, DECODER, Artifact, Decodes, RunOptions, Source
+import numpy as np
+
+from hasten.backends import BACKENDS, DECODER, Artifact, Decodes, RunOptions
 from hasten.builder.check import check_tokenizer
-from hasten.builder.choose import explain, front, rank
+from hasten.builder.choose import compared_with, explain, front, rank
 from hasten.builder.load import save_configurations, save_tokenizer
 from hasten.builder.original import ORIGINAL, sample_of, save_original
 from hasten.builder.paces import time_writing
@@ -21,20 +24,21 @@ from hasten.builder.passes import record
 from hasten.builder.source import ModelDirectory, find_model
 from hasten.builder.stages import Staged
 from hasten.builder.written import Writer, load_writer, unknown_options
+from hasten.builder.written_variants import Kit, which
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
-from hasten.core.errors import AccuracyError
+from hasten.core.errors import AccuracyError, HastenError, StageError
 from hasten.core.plan import Keep
 from hasten.core.report import Candidate, Report, Status, Verdict
 from hasten.core.tensors import IntArray, Shape, Signature
 from hasten.core.tokenizer import Tokenizer
-from hasten.core.variant import Precision, Variant
+from hasten.core.variant import CUDA, Precision, Variant
 from hasten.core.version import __version__
 from hasten.measure.data import sample_texts
 from hasten.measure.rows import SAMPLE, naming
 from hasten.measure.writing import Sample, judge_decoder, perplexity
 from hasten.measure.writing_reference import TextColumn, as_batch, encoded, texts_of, to_reference
-from hasten.quantize.written import BLOCKS, quantize_written
+from hasten.quantize.written_range import Text
 from hasten.tasks import TaskSpec
 
 _WRITER = "onnxruntime"
@@ -76,18 +80,29 @@ class GenerationBuild(Staged):
         with self.stage("verify") as notes:
             artifacts: dict[Variant, Artifact] = {}
             verdicts: dict[Variant, Verdict] = {}
+            refused: list[Candidate] = []
+            kit = Kit(graphs, signature, self._texts(writer, sample), self.work, self.passes)
             for variant in map(Variant.parse, self.about.contenders):
-                artifacts[variant] = self._make(variant, graphs, signature)
-                is_exported = variant.precision is Precision.FP32
-                verdicts[variant] = exported if is_exported else self._judge(artifacts[variant], sample)
+                try:
+                    artifacts[variant] = kit.make(variant)
+                    is_exported = variant.precision is Precision.FP32
+                    verdicts[variant] = exported if is_exported else self._judge(artifacts[variant], sample)
+                except HastenError as error:
+                    # One that fails is recorded if we picked it, an error if the user did.
+                    if self.plan.variants or len(self.about.contenders) == 1:
+                        raise
+                    refused.append(Candidate(variant.name, Status.FAILED, error.message))
             passed = {variant: verdict for variant, verdict in verdicts.items() if verdict.passed}
-            notes.append(f"{len(passed)} of {len(verdicts)} variants write like the original")
-        refused = [
+            notes.append(f"{len(passed)} of {len(self.about.contenders)} variants write like the original")
+        refused += [
             Candidate(variant.name, Status.INACCURATE, verdict.reason, verdict)
             for variant, verdict in verdicts.items()
             if not verdict.passed
         ]
         if not passed:
+            if not verdicts:
+                told = f"nothing of {model.id} runs on '{self.about.device}': {refused[0].reason}"
+                raise StageError(told, hint="--device cpu" if self.about.device == CUDA else None)
             raise AccuracyError(
                 f"no variant of {model.id} may be used",
                 hint="the gate is set by --min-agreement",
@@ -96,7 +111,9 @@ class GenerationBuild(Staged):
 
         with self.stage("benchmark") as notes:
             shapes = self._shapes(writer)
-            original = save_original(writer, self.work / ORIGINAL.name)
+            original = save_original(
+                writer, self.work / "original", compared_with(ORIGINAL, self.about.device, self.machine)
+            )
             contenders = [original, *(artifacts[variant] for variant in passed)]
             batch = as_batch(prompts)
             paces = time_writing(
@@ -114,7 +131,7 @@ class GenerationBuild(Staged):
             ]
             ranking = rank(wrote, shapes[0], list(passed))
 
-        refused.insert(0, Candidate(ORIGINAL.name, Status.BASELINE, "the original"))
+        refused.insert(0, Candidate(original.variant.name, Status.BASELINE, "the original"))
         candidates = (*explain(ranking, wrote, shapes[0], passed), *refused)
         report = Report(
             plan=self.plan,
@@ -174,7 +191,7 @@ class GenerationBuild(Staged):
             if verdict.passed:
                 names = self.about.contenders
                 self.passes += [
-                    record("export", None, file, variants=names, notes=_which(name, graphs))
+                    record("export", None, file, variants=names, notes=which(name, graphs))
                     for name, file in graphs.items()
                 ]
                 notes.append("attention with a cache" + (", positions rotated in it" if used is not None else ""))
@@ -182,19 +199,15 @@ class GenerationBuild(Staged):
         assert verdict is not None
         raise AccuracyError(f"the graph of {writer.architecture} does not write like it: {verdict.reason}")
 
-    def _make(self, variant: Variant, graphs: dict[str, Path], signature: Signature) -> Artifact:
-        if variant.precision in BLOCKS:
-            folder = self.work / f"{variant.name}-graph"
-            folder.mkdir()
-            made = quantize_written(graphs, folder, BLOCKS[variant.precision])
-            self.passes += [
-                record("quantize", graphs[name], made[name], variants=[variant.name], notes=_which(name, graphs))
-                for name in graphs
-            ]
-            graphs = made
-        folder = self.work / variant.name
-        folder.mkdir()
-        return BACKENDS.get(variant.backend).make(Source(signature, graphs), variant, folder)
+    def _texts(self, writer: Writer, sample: Sample) -> list[Text]:
+        """What a decoder reads along the original's answers."""
+        starts = np.array(writer.spec.start_ids, np.int32)
+        return [
+            Text(np.concatenate([starts, one.tokens]), one.prompt)
+            if writer.has_encoder
+            else Text(np.concatenate([one.prompt, one.tokens])[: writer.spec.context])
+            for one in sample.answers
+        ]
 
     def _judge(self, artifact: Artifact, sample: Sample) -> Verdict:
         backend, variant = BACKENDS.get(artifact.variant.backend), artifact.variant
@@ -236,11 +249,6 @@ def _lying(graphs: dict[str, Path], signature: Signature) -> Artifact:
     """Graphs in fp32 where they lie."""
     names = {name: file.name for name, file in graphs.items()}
     return Artifact(Variant(_WRITER, Precision.FP32), signature, graphs[DECODER].parent, names)
-
-
-def _which(name: str, graphs: Mapping[str, Path]) -> list[str]:
-    """Of several graphs, the one that a pass went over."""
-    return [f"the {name}"] if len(graphs) > 1 else []
 
 
 def _entry(artifact: Artifact, verdict: Verdict) -> VariantEntry:

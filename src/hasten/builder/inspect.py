@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
-
 from hasten.backends import BACKENDS, DECODER, MODEL, Artifact, TellsExecutions
 from hasten.backends.onnxruntime import stored_precision
 from hasten.backends.onnxruntime.caches import CROSS, PAST
@@ -112,12 +110,15 @@ def _cache(bundle: Bundle) -> Cache | None:
         inputs = read_graph(artifact.path(DECODER), with_weights=False).graph.input
     except UnsupportedError:
         return None
+    from onnx.helper import tensor_dtype_to_np_dtype
+
     sizes = {PAST: 0, CROSS: 0}
     for entry in inputs:
         for prefix in sizes:
             if entry.name.startswith(prefix):
                 _, heads, _, width = entry.type.tensor_type.shape.dim
-                sizes[prefix] += heads.dim_value * width.dim_value * np.dtype(np.float32).itemsize
+                number_bytes = tensor_dtype_to_np_dtype(entry.type.tensor_type.elem_type).itemsize
+                sizes[prefix] += heads.dim_value * width.dim_value * number_bytes
     return Cache(sizes[PAST], sizes[CROSS], sizes[PAST] * artifact.signature.max_length)
 
 

@@ -26,11 +26,11 @@ ORIGINAL = Variant("torch", Precision.FP32)
 _TASK = "task"
 
 
-def save_original(writer: Writer, folder: Path) -> Artifact:
-    """For its lane."""
+def save_original(writer: Writer, folder: Path, variant: Variant = ORIGINAL) -> Artifact:
+    """For its lane, on whichever device."""
     with quiet_libraries():
         writer.module.save_pretrained(folder)
-    return Artifact(ORIGINAL, writer.signature, folder, {_TASK: writer.task})
+    return Artifact(variant, writer.signature, folder, {_TASK: writer.task})
 
 
 def sample_of(
@@ -99,20 +99,21 @@ class ModulePen:
         if opening.threads is not None:
             torch.set_num_threads(opening.threads)
         kind = getattr(transformers, CLASSES[opening.graphs[_TASK]])
+        self._device = opening.variant.device
         with quiet_libraries():
-            self._module = kind.from_pretrained(opening.directory, dtype=torch.float32).eval()
+            self._module = kind.from_pretrained(opening.directory, dtype=torch.float32).eval().to(self._device)
         self._has_encoder = self._module.config.is_encoder_decoder
 
     def read(self, rows: IntArray) -> None:
         import torch
 
-        ids = torch.from_numpy(np.asarray(rows, np.int64))
+        ids = torch.from_numpy(np.asarray(rows, np.int64)).to(self._device)
         with torch.inference_mode():
             feeds: dict[str, Any] = {"input_ids": ids}
             if self._has_encoder:
-                start = self._module.config.decoder_start_token_id
+                start = torch.full((len(ids), 1), self._module.config.decoder_start_token_id, device=self._device)
                 self._encoded = self._module.get_encoder()(input_ids=ids)
-                feeds = {"encoder_outputs": self._encoded, "decoder_input_ids": torch.full((len(ids), 1), start)}
+                feeds = {"encoder_outputs": self._encoded, "decoder_input_ids": start}
             self._keep(self._module(**feeds, use_cache=True))
 
     def write(self) -> None:
@@ -127,6 +128,8 @@ class ModulePen:
     def _keep(self, outputs: Any) -> None:
         self._past = outputs.past_key_values
         self._next = outputs.logits[:, -1].argmax(-1)[:, None]
+        # Whoever reads along waits for it, and so does a clock.
+        self._next.cpu()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hasten.backends import BACKENDS
 from hasten.backends.onnxruntime import stored_precision
 from hasten.builder.choose import GRAPH, MODULE, check_not_again, contenders, device_of
 from hasten.builder.detect import detect_task, find_writing, foresee
@@ -201,7 +202,11 @@ def _cache_name(model: ModelDirectory, directory: Path | None) -> str:
 # Options that are about encoders alone, and what they are called.
 _OF_ENCODERS = {"pooling": "--pooling", "recipe": "--recipe", "calibration": "--calibration"}
 _WRITER = "onnxruntime"
-_WRITTEN = (Precision.FP32, Precision.INT8, Precision.INT4)
+_BLOCKS = (Precision.INT8, Precision.INT4)
+# On a GPU its operator that attends, GroupQueryAttention, computes in halves alone.
+_WRITTEN = {CPU: (Precision.FP32, *_BLOCKS), CUDA: (Precision.FP16, *_BLOCKS)}
+_HALF = Variant(_WRITER, Precision.FP16, CUDA)
+_NO_FP32 = "ONNX Runtime's GroupQueryAttention, by which models that write attend, does not compute in fp32 on a GPU"
 
 
 def outline_writing(model: ModelDirectory, plan: Plan, task: str, target: Path) -> Outline:
@@ -215,11 +220,46 @@ def outline_writing(model: ModelDirectory, plan: Plan, task: str, target: Path) 
             f"{model.id} comes as an ONNX graph, and models that write are built from their weights",
             hint="give the model the graph was made from",
         )
-    offered = {Variant(_WRITER, precision).name: Variant(_WRITER, precision) for precision in _WRITTEN}
+    device = _device_of_writer(plan)
+    wanted = _asked_to_write(plan) if plan.variants else _offered_to_write(plan, device)
+    return Outline(model.id, task, target, MODULE, device, tuple(wanted), (), ())
+
+
+def _asked_to_write(plan: Plan) -> list[str]:
+    offered = [Variant(_WRITER, precision, device).name for device in _WRITTEN for precision in _WRITTEN[device]]
     for name in plan.variants:
+        if Variant.parse(name) == Variant(_WRITER, Precision.FP32, CUDA):
+            raise UnsupportedError(f"{name} does not write: {_NO_FP32}", hint=f"--variants {_HALF}")
         if name not in offered:
             raise UnsupportedError(f"{name} does not write", hint=f"--variants with any of: {', '.join(offered)}")
-    if plan.device == CUDA:
-        raise UnsupportedError(f"{task} is built for processors so far", hint="--device cpu")
-    wanted = tuple(dict.fromkeys(plan.variants or offered))
-    return Outline(model.id, task, target, MODULE, CPU, wanted, (), ())
+        support = BACKENDS.get(_WRITER).probe(this_machine(), Variant.parse(name))
+        if not support.ok:
+            raise UnsupportedError(f"{name} does not run here: {support.reason}", hint=support.hint or None)
+    return list(dict.fromkeys(plan.variants))
+
+
+def _offered_to_write(plan: Plan, device: str) -> list[str]:
+    if plan.precision == Precision.FP32 and device == CUDA:
+        raise UnsupportedError(_NO_FP32, hint="--precision fp16, or --device cpu")
+    found = [precision for precision in _WRITTEN[device] if plan.precision in (None, precision)]
+    if not found:
+        raise UnsupportedError(
+            f"models that write are not made in {plan.precision} for the {device}",
+            hint=f"--precision with one of: {', '.join(_WRITTEN[device])}",
+        )
+    return [Variant(_WRITER, precision, device).name for precision in found]
+
+
+def _device_of_writer(plan: Plan) -> str:
+    """The plan's, or a GPU where ONNX Runtime can use one."""
+    if plan.variants:
+        return CUDA if CUDA in [Variant.parse(name).device for name in plan.variants] else CPU
+    support = BACKENDS.get(_WRITER).probe(this_machine(), _HALF)
+    if plan.device == CUDA and not support.ok:
+        raise UnsupportedError(
+            f"--device cuda needs a GPU that ONNX Runtime can use: {support.reason}",
+            hint=support.hint or "--device cpu",
+        )
+    # What is asked for in a precision is for whichever device has it.
+    is_here = plan.precision is None or plan.precision in _WRITTEN[CUDA]
+    return CUDA if plan.device != CPU and support.ok and (is_here or plan.device == CUDA) else CPU

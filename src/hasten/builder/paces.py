@@ -53,4 +53,4 @@ def time_writing(
 
 
 def _command(artifact: Artifact, what: str) -> tuple[str, ...]:
-    return sys.executable, "-m", _LANE_OF_ORIGINAL if artifact.variant == ORIGINAL else _LANE, what
+    return sys.executable, "-m", _LANE_OF_ORIGINAL if artifact.variant.backend == ORIGINAL.backend else _LANE, what

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.backends import BACKENDS, Artifact, Tunes
-from hasten.builder.original import save_original
+from hasten.builder.original import ORIGINAL, save_original
 from hasten.builder.paces import time_writing
 from hasten.builder.written import load_writer
 from hasten.bundle import Bundle
@@ -134,7 +134,8 @@ def make_original(plan: Plan, work: Path, directory: Path | None = None, *, devi
 
     model = find_model(plan, directory=directory)
     if plan.task in WRITING:
-        return save_original(load_writer(model, plan.task, plan), work / "original")
+        moved = compared_with(ORIGINAL, device, this_machine())
+        return save_original(load_writer(model, plan.task, plan), work / "original", moved)
     loaded: LoadedModel | LoadedGraph = (
         load_model(model, plan) if model.graph is None else load_graph(model, plan, work / "model.onnx")
     )

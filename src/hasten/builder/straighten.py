@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hasten.graph import drop_unread
+from hasten.graph import attribute, drop_unread
 
 _ATTENTION = "GroupQueryAttention"
 
@@ -27,7 +27,7 @@ def straighten(model: Any) -> Any:
     values = (*known.graph.value_info, *known.graph.input, *known.graph.output)
     shapes = {value.name: _dimensions(value) for value in values}
     shapes |= {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
-    _cancel(model.graph, shapes)
+    _cancel(model.graph, shapes, {value.name: value.type.tensor_type.elem_type for value in values})
     _write_down(model.graph, shapes)
     drop_unread(model.graph)
     _join_products(model.graph)
@@ -39,7 +39,7 @@ def _dimensions(value: Any) -> tuple[int | str, ...]:
     return tuple(entry.dim_param or entry.dim_value for entry in value.type.tensor_type.shape.dim)
 
 
-def _cancel(graph: Any, shapes: dict[str, tuple[int | str, ...]]) -> None:
+def _cancel(graph: Any, shapes: dict[str, tuple[int | str, ...]], kinds: dict[str, int]) -> None:
     """Whatever comes to the same tensor in the same shape, by turning and folding alone, is that tensor."""
     makers = {output: node for node in graph.node for output in node.output}
     same: dict[str, str] = {}
@@ -49,6 +49,8 @@ def _cancel(graph: Any, shapes: dict[str, tuple[int | str, ...]]) -> None:
         output = node.output[0]
         match node.op_type:
             case "Identity":
+                same[output] = node.input[0]
+            case "Cast" if kinds.get(node.input[0]) == attribute(node, "to", None):
                 same[output] = node.input[0]
             case "Transpose" if (inner := makers.get(node.input[0])) is not None and inner.op_type == "Transpose":
                 turned = [_permutation(inner)[axis] for axis in _permutation(node)]

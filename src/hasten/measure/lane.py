@@ -65,7 +65,7 @@ class Times:
     gpu_memory_bytes: int | None = None
 
 
-class _GpuMemory:
+class GpuMemory:
     """What this process takes of it while it is watched: the others stand still meanwhile."""
 
     def __init__(self, device: str) -> None:
@@ -88,7 +88,7 @@ def main() -> None:
     requests = sys.stdin.buffer
     opening = msgspec.json.decode(requests.readline(), type=Opening)
     artifact = Artifact(opening.variant, opening.signature, Path(opening.directory), opening.graphs)
-    gpu_memory = _GpuMemory(opening.variant.device)
+    gpu_memory = GpuMemory(opening.variant.device)
     with gpu_memory:
         start = time.perf_counter()
         session = BACKENDS.get(opening.variant.backend).open(artifact, RunOptions(opening.threads))

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from hasten.backends import BACKENDS, Artifact, Decodes, RunOptions
 from hasten.core.errors import HastenError
 from hasten.core.hardware import peak_memory_bytes
 from hasten.core.tensors import IntArray
-from hasten.measure.lane import Opened, Opening, Times, Turn
+from hasten.measure.lane import GpuMemory, Opened, Opening, Times, Turn
 
 # That go on together.
 MOST_ROWS = 64
@@ -59,9 +60,11 @@ def serve(open_pen: Callable[[Opening], Pen], *, writes: bool) -> None:
     os.dup2(2, 1)
     requests = sys.stdin.buffer
     opening = msgspec.json.decode(requests.readline(), type=Opening)
-    start = time.perf_counter()
-    pen = open_pen(opening)
-    load_ms = (time.perf_counter() - start) * 1e3
+    gpu_memory = GpuMemory(opening.variant.device)
+    with gpu_memory:
+        start = time.perf_counter()
+        pen = open_pen(opening)
+        load_ms = (time.perf_counter() - start) * 1e3
     replies.write(msgspec.json.encode(Opened(load_ms, opening.variant.precision)) + b"\n")
     prompts: dict[str, IntArray] = {}
     for line in requests:
@@ -73,21 +76,23 @@ def serve(open_pen: Callable[[Opening], Pen], *, writes: bool) -> None:
         rows = prompts[turn.shape]
         times: list[float] = []
         error = None
-        try:
-            room = 0
-            for place in range(turn.warm + turn.count):
-                if writes and not room:
-                    # Every turn starts from the same length, and goes back to it where a row is full.
-                    pen.read(rows)
-                    room = max(1, opening.signature.max_length - rows.shape[1])
-                begin = time.perf_counter()
-                pen.write() if writes else pen.read(rows)
-                took = (time.perf_counter() - begin) * 1e3
-                room -= writes
-                times += [took] if place >= turn.warm else []
-        except HastenError as failure:
-            error = str(failure)
-        reply = Times(times, peak_memory_bytes(), time.process_time(), error)
+        # A shape takes all its memory when it is new.
+        with gpu_memory if turn.rows is not None else nullcontext():
+            try:
+                room = 0
+                for place in range(turn.warm + turn.count):
+                    if writes and not room:
+                        # Every turn starts from the same length, and goes back to it where a row is full.
+                        pen.read(rows)
+                        room = max(1, opening.signature.max_length - rows.shape[1])
+                    begin = time.perf_counter()
+                    pen.write() if writes else pen.read(rows)
+                    took = (time.perf_counter() - begin) * 1e3
+                    room -= writes
+                    times += [took] if place >= turn.warm else []
+            except HastenError as failure:
+                error = str(failure)
+        reply = Times(times, peak_memory_bytes(), time.process_time(), error, gpu_memory.taken_bytes)
         replies.write(msgspec.json.encode(reply) + b"\n")
 
 

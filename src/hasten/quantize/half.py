@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +23,42 @@ _EXACT = ("Sin", "Cos", "Floor", "Ceil", "Round")
 
 def halve(graph: Path, file: Path, beyond_fp16: frozenset[str], *, external_data: bool) -> None:
     """What computes or reads one of these tensors stays in fp32."""
+    model = halved(read_graph(graph), graph.parent, beyond_fp16)
+    try:
+        write_graph(model, file, external_data=external_data)
+    except Exception as error:
+        raise StageError(f"the graph cannot be made in fp16: {error}") from error
+
+
+def halved(
+    model: Any, folder: Path, beyond_fp16: frozenset[str], ends: Sequence[str] | None = None, keep: Sequence[str] = ()
+) -> Any:
+    """A graph whose other weights lie in `folder`; `ends` are the inputs and outputs that stay in fp32 where that is
+    not all of them, `keep` the nodes that do."""
     try:
         from onnxruntime.transformers.float16 import convert_float_to_float16
         from onnxruntime.transformers.onnx_model import OnnxModel
     except ImportError as error:
         raise missing_package(error.name or "onnx", "making a graph of fp16", "build") from error
 
-    model = read_graph(graph)
     _name_nodes(model.graph)
-    types = tensor_types(model, graph.parent)
+    types = tensor_types(model, folder)
     _tell_types(model.graph, types)
-    kept = _about_places(model.graph, types)
+    kept = _about_places(model.graph, types) | set(keep)
     kept |= {node.name for node in model.graph.node if not beyond_fp16.isdisjoint((*node.input, *node.output))}
     try:
         with silenced():
             model = convert_float_to_float16(
-                model, keep_io_types=True, disable_shape_infer=True, node_block_list=sorted(kept)
+                model,
+                keep_io_types=True if ends is None else list(ends),
+                disable_shape_infer=True,
+                node_block_list=sorted(kept),
             )
             _join(model.graph)
             OnnxModel(model).topological_sort()
-        write_graph(model, file, external_data=external_data)
     except Exception as error:
         raise StageError(f"the graph cannot be made in fp16: {error}") from error
+    return model
 
 
 def _name_nodes(graph: Any) -> None:

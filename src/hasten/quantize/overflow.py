@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from hasten.core.errors import StageError
 from hasten.graph import read_graph
-from hasten.quantize.calibration import Calibration
 from hasten.quantize.session import open_changed, tensor_types
 
 # Half of what fp16 holds: other texts may reach further than these.
@@ -33,7 +32,13 @@ class Overflow:
     largest: float
 
 
-def overflows(graph: Path, calibration: Calibration) -> tuple[Overflow, ...]:
+class Fed(Protocol):
+    """What a graph is run on."""
+
+    def feeds(self) -> Iterable[Mapping[str, Any]]: ...
+
+
+def overflows(graph: Path, calibration: Fed) -> tuple[Overflow, ...]:
     """Of a graph in fp32, in the order of its operators; memory does not grow with the number of rows."""
     model = read_graph(graph, with_weights=False)
     nodes = list(model.graph.node)
@@ -73,7 +78,7 @@ def _size(values: Any) -> float:
     return float(sizes.max(initial=0.0, where=sizes < _INFINITY))
 
 
-def _activations(model: Any, folder: Path, calibration: Calibration) -> Iterator[tuple[str, float]]:
+def _activations(model: Any, folder: Path, calibration: Fed) -> Iterator[tuple[str, float]]:
     """The largest of every tensor in every batch, found in the graph itself: only single numbers leave it."""
     names = _measure(model, folder)
     try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 
-from hasten.core.errors import PlanError
+from hasten.core.errors import PlanError, UnsupportedError
 from hasten.core.registry import did_you_mean
 from hasten.core.targets import TARGETS
-from hasten.core.variant import Precision, Variant
+from hasten.core.variant import CUDA, Precision, Variant
 from hasten.quantize.recipe import Calibrator, Method, Recipe
 
 _KEEP = re.compile(r"keep([1-9]\d*)")
@@ -52,6 +52,10 @@ def check_ways(variant: Variant) -> None:
     twice = next((word for word in words if words.count(word) > 1), None)
     if twice is not None:
         raise PlanError(f"'{variant}' says {twice} twice", hint="once is enough")
+    if variant.backend == "onnxruntime" and variant.device == CUDA and is_quantized(variant):
+        raise UnsupportedError(
+            f"'{variant}' does not answer: ONNX Runtime's int8 graphs of encoders are for processors"
+        )
     foreign = [word for word in variant.ways if word not in _UNQUANTIZED.get(variant.backend, ())]
     if foreign and not is_quantized(variant):
         raise PlanError(f"'{variant}': {foreign[0]} is a way to quantize, and {variant.precision} is not quantized")

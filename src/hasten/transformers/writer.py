@@ -15,7 +15,7 @@ from hasten.backends import Decoder, RunOptions
 from hasten.bundle import Bundle
 from hasten.core.errors import InputError, PlanError
 from hasten.core.generation import Finish, GenerationSpec, Sampling
-from hasten.core.variant import VariantChoice
+from hasten.core.variant import Variant, VariantChoice
 from hasten.generation.generator import SLOTS, open_decoder
 from hasten.generation.rows import Row
 from hasten.generation.writing import Writer
@@ -40,8 +40,8 @@ _WITHOUT_EFFECT = {
 class WritingModel(StandIn):
     """A model that writes. Safe to share between threads: they take turns."""
 
-    def __init__(self, bundle: Bundle, decoder: Decoder, spec: GenerationSpec, precision: str) -> None:
-        super().__init__(bundle, "cpu", precision)
+    def __init__(self, bundle: Bundle, decoder: Decoder, spec: GenerationSpec, variant: Variant) -> None:
+        super().__init__(bundle, variant.device, variant.precision.value)
         file = bundle.configuration("generation_config.json")
         kind = transformers.GenerationConfig
         self.generation_config = kind.from_pretrained(file.parent) if file is not None else kind()
@@ -97,9 +97,9 @@ class WritingModel(StandIn):
         pad = self._spec.end_ids[0] if is_none and self._spec.end_ids else int(pad or 0)
         longest = max(map(len, answers))
         written = torch.tensor([[*answer, *[pad] * (longest - len(answer))] for answer in answers], dtype=ids.dtype)
-        if self._spec.start_ids:
-            return written
-        return torch.cat([ids.cpu().repeat_interleave(count, dim=0), written], dim=1)
+        if not self._spec.start_ids:
+            written = torch.cat([ids.cpu().repeat_interleave(count, dim=0), written], dim=1)
+        return written.to(ids.device)
 
     def close(self) -> None:
         self._decoder.close()
@@ -200,5 +200,5 @@ def open_writer(bundle: Bundle, kind: str, task: str, choice: VariantChoice, thr
     decoder = open_decoder(artifact, RunOptions(threads), SLOTS)
     # Pipelines know what they support by the names of classes.
     named = type(bundle.manifest.model.architecture or kind, (WritingModel,), {})
-    made: WritingModel = named(bundle, decoder, spec, artifact.variant.precision.value)
+    made: WritingModel = named(bundle, decoder, spec, artifact.variant)
     return made

@@ -26,6 +26,7 @@ from hasten.backends import (
     probe_packages,
 )
 from hasten.backends.onnxruntime.cuda import CudaSession, check_placements, load_libraries, probe_provider
+from hasten.backends.onnxruntime.cuda_decoder import CudaDecoder, check_decoder_placements
 from hasten.backends.onnxruntime.decoder import DecoderSession
 from hasten.backends.onnxruntime.session import (
     CPU_PROVIDER,
@@ -42,10 +43,11 @@ from hasten.core.probe_graph import INPUT, WIDTH, probe_graph
 from hasten.core.tensors import Batch, Shape, pad
 from hasten.core.variant import CPU, CUDA, Precision, Support, Variant
 
-_OFFERED = (Precision.FP32, Precision.INT8)
+# Without being asked for, and what there is beside it; on a GPU, weights in blocks are for models that write.
+_OFFERED = {CPU: (Precision.FP32, Precision.INT8), CUDA: (Precision.FP16, Precision.FP32)}
 _PRECISIONS = {
-    CPU: (*_OFFERED, Precision.INT4),
-    CUDA: (Precision.FP16, Precision.FP32),
+    CPU: (*_OFFERED[CPU], Precision.INT4),
+    CUDA: (*_OFFERED[CUDA], Precision.INT8, Precision.INT4),
 }
 
 
@@ -66,9 +68,9 @@ class OnnxRuntime:
         return probe_provider(machine) if support.ok and is_elsewhere else support
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
-        on_gpu = [Variant(self.name, precision, CUDA) for precision in _PRECISIONS[CUDA]]
+        on_gpu = [Variant(self.name, precision, CUDA) for precision in _OFFERED[CUDA]]
         return [
-            *(Variant(self.name, precision) for precision in _OFFERED),
+            *(Variant(self.name, precision) for precision in _OFFERED[CPU]),
             *(variant for variant in on_gpu if self.probe(machine, variant).ok),
         ]
 
@@ -84,20 +86,20 @@ class OnnxRuntime:
             graphs[name] = path.name
         artifact = Artifact(variant, source.signature, directory, graphs)
         if variant.device == CUDA:
-            check_placements(artifact)
+            (check_decoder_placements if DECODER in graphs else check_placements)(artifact)
         return artifact
 
     def open(self, artifact: Artifact, options: RunOptions) -> Session:
         return _open(artifact, options)
 
     def open_decoder(self, artifact: Artifact, options: RunOptions, slots: int) -> Decoder:
-        return DecoderSession(artifact, options, slots)
+        return _open_decoder(artifact, options, slots)
 
     def executions(self, artifact: Artifact) -> Sequence[Execution]:
         """A small batch with the profiler on, which writes down the provider of every kernel that ran."""
         with tempfile.TemporaryDirectory(prefix="hasten-") as work:
             if DECODER in artifact.graphs:
-                with DecoderSession(artifact, RunOptions(1), 1, work) as decoder:
+                with _open_decoder(artifact, RunOptions(1), 1, work) as decoder:
                     decoder.begin(0, np.zeros(8, np.int32))
                     return executed([one for runtime in decoder.runtimes for one in placements(runtime)])
             with _open(artifact, RunOptions(1), work) as session:
@@ -136,6 +138,11 @@ class OnnxRuntime:
 def _open(artifact: Artifact, options: RunOptions, profile: str | None = None) -> CpuSession | CudaSession:
     on = CudaSession if artifact.variant.device == CUDA else CpuSession
     return on(artifact, options, profile)
+
+
+def _open_decoder(artifact: Artifact, options: RunOptions, slots: int, profile: str | None = None) -> DecoderSession:
+    on = CudaDecoder if artifact.variant.device == CUDA else DecoderSession
+    return on(artifact, options, slots, profile)
 
 
 def _trial(provider: str, machine: Machine) -> Trial:

@@ -70,8 +70,7 @@ class CudaSession(PaddedSession):
             self.runtime: Any = self._open(artifact, profile)
         except Exception as error:  # the binding raises its own unrelated classes
             raise StageError(f"ONNX Runtime cannot load {artifact.variant}: {error}") from error
-        if device == CUDA and CUDA_PROVIDER not in self.runtime.get_providers():
-            raise StageError("ONNX Runtime's provider for CUDA does not start here", hint="hasten doctor tells why")
+        check_started(self.runtime, device)
         self._buckets: dict[Shape, _Bucket] = {}
         # Proven when it was made (stored_precision); the bundle's hashes keep it so.
         self.spec = SessionSpec(signature, Layout.PADDED, device, artifact.variant.precision)
@@ -94,27 +93,14 @@ class CudaSession(PaddedSession):
 
     def _open(self, artifact: Artifact, profile: str | None) -> Any:
         """Where the whole cannot be one CUDA graph, a branch in it say, it runs node by node, and says so."""
-        import onnxruntime
-
-        graph = str(artifact.path(MODEL))
-        if self._device != CUDA:
-            return onnxruntime.InferenceSession(graph, settings(1, profile), providers=[CPU_PROVIDER])
-        load_libraries()
-        # Its products would be in TF32 otherwise, which is no fp32.
-        about = {"device_id": "0", "use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
-
-        def opened(more: Mapping[str, str]) -> Any:
-            providers = [(CUDA_PROVIDER, {**about, **more}), CPU_PROVIDER]
-            return onnxruntime.InferenceSession(graph, settings(1, profile), providers=providers, enable_fallback=0)
-
-        reason = ""
+        graph, reason = str(artifact.path(MODEL)), ""
         if self._has_graphs:
             try:
-                return opened({"enable_cuda_graph": "1"})
+                return open_graph(graph, self._device, profile, {"enable_cuda_graph": "1"})
             except Exception as error:  # the binding raises its own unrelated classes
                 reason = str(error).strip()
         self._has_graphs = False
-        session = opened({})
+        session = open_graph(graph, self._device, profile)
         if reason:
             logger.warning("%s runs without CUDA graphs: %s", artifact.variant, reason)
         return session
@@ -161,6 +147,26 @@ class _Bucket:
         return dict(zip(self._outputs, self._binding.copy_outputs_to_cpu(), strict=True))
 
 
+def open_graph(
+    graph: str | bytes, device: str, profile: str | None = None, more: Mapping[str, str] | None = None
+) -> Any:
+    """A session on a GPU, or for tests on the CPU; `more` is for the provider."""
+    import onnxruntime
+
+    if device != CUDA:
+        return onnxruntime.InferenceSession(graph, settings(1, profile), providers=[CPU_PROVIDER])
+    load_libraries()
+    # Its products would be in TF32 otherwise, which is no fp32.
+    about = {"device_id": "0", "use_tf32": "0", "arena_extend_strategy": "kSameAsRequested", **(more or {})}
+    providers = [(CUDA_PROVIDER, about), CPU_PROVIDER]
+    return onnxruntime.InferenceSession(graph, settings(1, profile), providers=providers, enable_fallback=0)
+
+
+def check_started(session: Any, device: str) -> None:
+    if device == CUDA and CUDA_PROVIDER not in session.get_providers():
+        raise StageError("ONNX Runtime's provider for CUDA does not start here", hint="hasten doctor tells why")
+
+
 def has_fixed_outputs(signature: Signature) -> bool:
     """Whether the shape of a batch tells those of its outputs: how many mask tokens there are, it does not."""
     return all(size in (BATCH, SEQUENCE) or isinstance(size, int) for spec in signature.outputs for size in spec.shape)
@@ -173,19 +179,22 @@ def check_placements(artifact: Artifact) -> None:
         CudaSession(artifact, RunOptions(1), work) as session,
     ):
         session.warm([Shape(1, 8)])
-        left = left_to_cpu(placements(session.runtime))
+        refuse_left(left_to_cpu(placements(session.runtime)))
+
+
+def refuse_left(left: Sequence[str]) -> None:
     if left:
         names = ", ".join(left[:_NAMED]) + (", …" if len(left) > _NAMED else "")
         raise StageError(f"{len(left)} of its nodes have no kernel for a GPU, and landed on the CPU: {names}")
 
 
-def left_to_cpu(ran: Sequence[Placement]) -> tuple[str, ...]:
+def left_to_cpu(ran: Sequence[Placement], size_bytes: int = 0) -> tuple[str, ...]:
     """The nodes that compute on the CPU what the GPU needs, or the other way round; those that give most come first.
 
     Where nothing is copied between the two there are none: nodes on the CPU then compute shapes, which are there anyway
-    and which ONNX Runtime puts there on purpose.
+    and which ONNX Runtime puts there on purpose. What is copied of up to `size_bytes` is a size, and no matter.
     """
-    copies = [placement.node for placement in ran if placement.operator in _COPIES]
+    copies = [one.node for one in ran if one.operator in _COPIES and not 0 < one.output_bytes <= size_bytes]
     if not copies:
         return ()
     nodes = [

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from hasten.backends import DECODER, ENCODER, Artifact, RunOptions
-from hasten.backends.onnxruntime.caches import CROSS, PAST, PRESENT, Caches
+from hasten.backends.onnxruntime.caches import CROSS, PAST, PRESENT, Caches, Place
 from hasten.backends.onnxruntime.session import CPU_PROVIDER, settings
 from hasten.core.closing import Closing
 from hasten.core.errors import StageError
@@ -29,17 +29,17 @@ class DecoderSession(Closing):
 
     def __init__(self, artifact: Artifact, options: RunOptions, slots: int, profile: str | None = None) -> None:
         self.slots = slots
-        self._session = _load(artifact, DECODER, options, profile)
-        self._encoder = _load(artifact, ENCODER, options, profile) if ENCODER in artifact.graphs else None
+        self._session = self._load(artifact, DECODER, options, profile)
+        self._encoder = self._load(artifact, ENCODER, options, profile) if ENCODER in artifact.graphs else None
         self._context = artifact.signature.max_length
         inputs = self._session.get_inputs()
-        self._past = Caches(PAST, inputs, slots, self._context)
-        self._cross = Caches(CROSS, inputs, slots, None)
+        self._past = self._new_caches(PAST, inputs, slots, self._context)
+        self._cross = self._new_caches(CROSS, inputs, slots, None)
         said = self._session.get_modelmeta().custom_metadata_map.get(START_IDS, "")
         self._starts = np.array(said.split(",") if said else [], np.int32)
         self._vocabulary = next(entry.shape[1] for entry in self._session.get_outputs() if entry.name == "logits")
         self._row_of: dict[int, int] = {}
-        self._steps: dict[tuple[int, int], _Step] = {}
+        self._steps: dict[tuple[int, int], Step] = {}
 
     @property
     def runtimes(self) -> list[Any]:
@@ -62,8 +62,7 @@ class DecoderSession(Closing):
             raise StageError(f"a prompt of {len(ids)} tokens does not fit into a context of {self._context}")
         self._make_room(self._past, len(ids))
         self._past.lengths[row] = len(ids)
-        run = _Step(self._session, (self._past, self._cross), row, 1, len(ids), self._vocabulary)
-        logits: FloatArray = run(np.asarray(ids)[None])[0]
+        logits: FloatArray = self._new_step(row, 1, len(ids))(np.asarray(ids, np.int32)[None])[0]
         self._row_of[slot] = row
         return logits
 
@@ -153,32 +152,54 @@ class DecoderSession(Closing):
         self._row_of = {slot: moves.get(row, row) for slot, row in self._row_of.items()}
         return [moves.get(row, row) for row in rows]
 
-    def _step(self, first: int, count: int) -> _Step:
+    def _step(self, first: int, count: int) -> Step:
         if (first, count) not in self._steps:
             if len(self._steps) == _MOST_BINDINGS:
                 self._steps.clear()
-            caches = (self._past, self._cross)
-            self._steps[first, count] = _Step(self._session, caches, first, count, 1, self._vocabulary)
+            self._steps[first, count] = self._new_step(first, count, 1)
         return self._steps[first, count]
 
+    def _load(self, artifact: Artifact, graph: str, options: RunOptions, profile: str | None) -> Any:
+        try:
+            # Profiles in folders of their own: ONNX Runtime calls them by the second they begin in.
+            return self._open(artifact.path(graph), options, profile and subfolder(profile, graph))
+        except StageError:
+            raise
+        except Exception as error:  # the binding raises its own unrelated classes
+            raise StageError(f"ONNX Runtime cannot load {artifact.variant}: {error}") from error
 
-def _load(artifact: Artifact, graph: str, options: RunOptions, profile: str | None) -> Any:
-    import onnxruntime
+    # What depends on where the rows lie.
 
-    if profile is not None:
-        # One for each: ONNX Runtime calls them by the second they begin in.
-        profile = f"{profile}/{graph}"
-        Path(profile).mkdir()
-    try:
+    def _open(self, graph: Path, options: RunOptions, profile: str | None) -> Any:
+        import onnxruntime
+
         return onnxruntime.InferenceSession(
-            str(artifact.path(graph)), settings(options.thread_count, profile), providers=[CPU_PROVIDER]
+            str(graph), settings(options.thread_count, profile), providers=[CPU_PROVIDER]
         )
-    except Exception as error:  # the binding raises its own unrelated classes
-        raise StageError(f"ONNX Runtime cannot load {artifact.variant}: {error}") from error
+
+    def _new_caches(self, prefix: str, inputs: Sequence[Any], rows: int, limit: int | None) -> Caches:
+        return Caches(prefix, inputs, rows, limit)
+
+    def _new_step(self, first: int, count: int, tokens: int) -> Step:
+        return _CpuStep(self._session, (self._past, self._cross), first, count, tokens, self._vocabulary)
 
 
-class _Step:
+def subfolder(folder: str, name: str) -> str:
+    made = Path(folder) / name
+    made.mkdir()
+    return str(made)
+
+
+class Step(Protocol):
     """One run over rows that lie side by side, everything bound where it lies."""
+
+    def __call__(self, ids: IntArray) -> FloatArray:
+        """Of ids that are new in each row, its length with them already told: the logits after the last."""
+        ...
+
+
+class _CpuStep:
+    """Fulfils `Step`."""
 
     def __init__(
         self, session: Any, caches: tuple[Caches, Caches], first: int, count: int, tokens: int, vocabulary: int
@@ -201,14 +222,10 @@ class _Step:
         for name, array in given.items():
             binding.bind_input(name, "cpu", 0, np.int32, array.shape, array.ctypes.data)
         for place in (*past.places(first, count), *cross.places(first, count)):
-            binding.bind_input(place.name, "cpu", 0, np.float32, place.shape, place.address)
-            if place.name.startswith(PAST):
-                present = place.name.replace(PAST, PRESENT)
-                binding.bind_output(present, "cpu", 0, np.float32, place.shape, place.address)
+            bind_place(binding, place, "cpu")
         binding.bind_output("logits", "cpu", 0, np.float32, self._logits.shape, self._logits.ctypes.data)
 
     def __call__(self, ids: IntArray) -> FloatArray:
-        """Of ids that are new in each row, its length with them already told."""
         self._ids[:] = ids
         self._last[:] = self._lengths - 1
         self._longest[...] = self._lengths.max()
@@ -217,3 +234,11 @@ class _Step:
         except Exception as error:  # the binding raises its own unrelated classes
             raise StageError(f"ONNX Runtime failed on {len(ids)} rows: {error}") from error
         return self._logits.copy()
+
+
+def bind_place(binding: Any, place: Place, device: str) -> None:
+    """What came before and what comes of it are one buffer."""
+    about = (device, 0, place.kind, place.shape, place.address)
+    binding.bind_input(place.name, *about)
+    if place.name.startswith(PAST):
+        binding.bind_output(place.name.replace(PAST, PRESENT), *about)

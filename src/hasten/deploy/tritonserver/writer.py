@@ -11,7 +11,7 @@ import msgspec
 from hasten.bundle import Bundle
 from hasten.bundle.read import TOKENIZER
 from hasten.core.errors import UnsupportedError, translate_os_errors
-from hasten.core.variant import CUDA
+from hasten.core.variant import CPU, CUDA
 from hasten.deploy.tritonserver import configs
 from hasten.deploy.tritonserver.models.generate import EXCLUDES, SAMPLING, STREAM, TEXT, VARIANT, WRITTEN
 from hasten.deploy.tritonserver.models.request import ABOUT
@@ -139,9 +139,11 @@ def write_writer(bundle: Bundle, directory: Path, options: Options) -> Repositor
     if options.device == CUDA:
         raise UnsupportedError("models that write run on the CPU there, not on 'cuda'", hint="leave --device out")
     entries = [bundle.entry(options.variant)] if options.variant else bundle.manifest.variants
-    entry = next((one for one in entries if one.backend == _ONNX), None)
+    entry = next((one for one in entries if one.backend == _ONNX and one.device == CPU), None)
     if entry is None:
-        raise UnsupportedError(f"{entries[0].name} does not run there", hint="a variant of onnxruntime does")
+        raise UnsupportedError(
+            f"{entries[0].name} does not run there", hint="a variant of onnxruntime for processors does: --device cpu"
+        )
     artifact, name = bundle.artifact(entry), f"{options.name}_onnx_generate"
     # transformer-deploy's clients ask for one answer, under names of their own.
     is_once = options.output is not None
