@@ -563,6 +563,7 @@ def test_the_server_accepts_an_engine_up_to_the_missing_library(
     )
     assert "transformer_tensorrt_tokenize: ready" in told.out
     assert "it has no TensorRT backend" in told.err
+    assert "--runtime python" not in told.err  # which runs no engine
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,10 @@ def _start(settings: Settings) -> None:
     logger.info("Ray is started: its address is %s", ray.get_runtime_context().gcs_address)
     least = replicas.least if replicas is not None else 1
     if settings.gpus is not None and (there := ray.cluster_resources().get("GPU", 0.0)) < settings.gpus * least:
-        raise UnsupportedError(f"{least} × {settings.gpus:g} GPUs are more than the {there:g} of this machine")
+        hint = "fewer --replicas, or a smaller share" if there else "leave --gpus out"
+        raise UnsupportedError(
+            f"{least} × {settings.gpus:g} GPUs are more than the {there:g} of this machine", hint=hint
+        )
 
 
 def _connect(address: str) -> None:
