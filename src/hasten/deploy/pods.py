@@ -211,12 +211,12 @@ class Pod:
 
     @property
     def size(self) -> str:
-        cores = f"{self.cores} core{'s' if self.cores > 1 else ''} and {self.memory}"
-        return f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}, {cores}" if self.gpus else cores
+        size = f"{_counted(self.cores, 'core')} and {self.memory}"
+        return f"{_counted(self.gpus, 'GPU')}, {size}" if self.gpus else size
 
     @property
     def timed_on(self) -> str:
-        return "a GPU" if self.gpus else f"{self.cores} cores"
+        return "a GPU" if self.gpus else _counted(self.cores, "core")
 
     @property
     def server_image(self) -> str:
@@ -251,6 +251,10 @@ class Pod:
             for label in labels
         ]
         return {"affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}}
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"
 
 
 def _arranged(options: PodOptions, timed_cores: int, most: int) -> tuple[int, int]:
