@@ -265,7 +265,8 @@ def _about_gpus(pod: Pod, service: Service) -> str:
         return ""
     is_by_cpu = pod.options.is_scaled and service.mode is Mode.STANDARD and not service.prometheus
     warning = "\nThe CPU says little about how busy a GPU is: scale by the queue where you can.\n" if is_by_cpu else ""
-    return f"{pod.about_gpus() if service.runtime is Runtime.HASTEN else ''}{warning}"
+    about = pod.about_gpus(is_tolerant=service.mode is Mode.STANDARD) if service.runtime is Runtime.HASTEN else ""
+    return f"{about}{warning}"
 
 
 def _bringing(pod: Pod, image: str | None, service: Service) -> str:

@@ -46,10 +46,12 @@ _NODE_FEATURES = {
 }
 
 _ABOUT_GPUS = f"""
-Nodes need NVIDIA's device plugin, which offers `{_GPU}`; pods tolerate the taint of that name. Where it lets
+Nodes need NVIDIA's device plugin, which offers `{_GPU}`; {{taint}}. Where the plugin lets
 several pods share a GPU (time slicing, MPS), each still asks for 1. The image is that of `make image GPU=1`, or has
 what that has: ONNX Runtime for CUDA, PyTorch and Triton.
 """
+_TOLERATED = "pods tolerate the taint of that name"
+_NOT_TOLERATED = "nodes with the taint of that name are left out, since Knative takes no tolerations by default"
 _ABOUT_TENSORRT = "TensorRT lies outside PyPI: put it into that image, too, or no pod gets ready.\n"
 
 
@@ -229,11 +231,12 @@ class Pod:
                 f"--gpu {self.gpus}: a server computes on one GPU", hint="--replicas runs more pods, with one each"
             )
 
-    def about_gpus(self) -> str:
+    def about_gpus(self, *, is_tolerant: bool = True) -> str:
         """For who reads on what pods run."""
         if not self.gpus:
             return ""
-        return _ABOUT_GPUS + (_ABOUT_TENSORRT if self.entry.backend == _TENSORRT else "")
+        about = _ABOUT_GPUS.format(taint=_TOLERATED if is_tolerant else _NOT_TOLERATED)
+        return about + (_ABOUT_TENSORRT if self.entry.backend == _TENSORRT else "")
 
     def tolerations(self) -> dict[str, object]:
         """Nodes with GPUs are often kept free of pods that ask for none."""
