@@ -42,3 +42,12 @@ def test_a_server_started_as_the_manifest_says_is_ready_and_tells_its_queue(
     finally:
         code, errors = server.stop()
     assert code == 0, errors
+
+
+def test_kserves_tritonserver_is_sized_for_a_model_that_writes(
+    writer_bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which has no graph beside its variants."""
+    words = ["--runtime", "tritonserver", "--storage", "s3://models/writer"]
+    assert main(["deploy", "kserve", str(writer_bundle.path), "-o", str(tmp_path / "kserve"), *words]) == 0
+    assert f"each pod runs {writer_bundle.chosen.name} on" in capsys.readouterr().out

@@ -563,6 +563,7 @@ def test_the_server_accepts_an_engine_up_to_the_missing_library(
     )
     assert "transformer_tensorrt_tokenize: ready" in told.out
     assert "it has no TensorRT backend" in told.err
+    assert "--runtime python" not in told.err  # which runs no engine
 
 
 @pytest.mark.parametrize(
@@ -592,6 +593,26 @@ def test_the_server_accepts_what_is_for_a_gpu_up_to_that(
     assert re.search(f"transformer_onnx_model: .*{reason}", told.out)
     assert "transformer_onnx_tokenize: ready" in told.out
     assert f"accepted as far as this server goes: {error}" in told.err
+
+
+@pytest.mark.skipif(bool(this_machine().gpus), reason="there is a GPU here")
+def test_the_server_has_none_of_the_gpus_that_are_asked_for(
+    bundles: dict[str, Bundle], program: Program, tmp_path: Path
+) -> None:
+    """As its own backends are configured, on every GPU; here for the one that this server has."""
+    plain = bundles["text-classification"]
+    variant, graph = Variant.parse("onnxruntime-fp32@cuda"), plain.graph().path()
+    bundle = with_variant(plain, tmp_path, variant, {graph.name: graph.read_bytes()})
+    written = write_repository(bundle, tmp_path / "models", Options(runtime=Runtime.PYTHON))
+    config = written.directory / written.model / "config.pbtxt"
+    text = config.read_text()
+    assert "  gpus: [0]\n" in text
+    config.write_text(text.replace("  gpus: [0]\n", ""))
+    (tmp_path / "place").mkdir()
+    with TritonServer(program, written.directory, tmp_path / "place", is_lenient=True) as server:
+        checked = check(bundle, written, server.url, Silent())
+    assert "has kind KIND_GPU" in checked.not_ready[written.model]
+    assert (checked.is_missing_gpu, checked.is_missing_backend) == (True, False)
 
 
 def test_check_says_what_it_could_not_prove(

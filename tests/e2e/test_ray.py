@@ -342,6 +342,19 @@ def test_two_replicas_share_a_gpu(python: str, made: Made, tmp_path: Path) -> No
     assert told["gpus"] == [1.0, 0.0]
 
 
+@pytest.mark.skipif(bool(this_machine().gpus), reason="there is a GPU here")
+def test_a_share_of_a_gpu_that_is_not_there(python: str, made: Made, tmp_path: Path) -> None:
+    graph = made.bundle.graph().path()
+    variant = Variant.parse("onnxruntime-fp32@cuda")
+    bundle = with_variant(made.bundle, tmp_path, variant, {graph.name: graph.read_bytes()})
+    words = ["serve", str(bundle.path), "--on", "ray", "--port", "0", "--gpus", "0.5", "--replicas", "2", *LEAN]
+    environment = {**variables(), "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    command = [python, "-m", "hasten", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=PATIENCE_S)
+    assert done.returncode == 3, done.stderr
+    assert "error: 2 × 0.5 of a GPU do not fit on the 0 of this machine\n  hint: leave --gpus out" in done.stderr
+
+
 def test_a_cluster_that_is_not_there(python: str, made: Made) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         free_port = free.getsockname()[1]

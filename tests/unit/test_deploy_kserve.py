@@ -210,13 +210,16 @@ def on_gpu(write_bundle: Any, make_manifest: Any, report: Report, model: Bundle)
 
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("words", WAYS)
-def test_a_gpu_is_asked_for(deploy: Any, words: str) -> None:
+def test_a_gpu_is_asked_for(deploy: Any, words: str, tmp_path: Path) -> None:
     written = deploy(*shlex.split(words))
     pod = merged(written)
     manifests.check(manifests.as_pod(pod))
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
     # Knative refuses them.
     assert ("tolerations" in pod) == ("knative" not in words)
+    assert ("pods tolerate the taint" in (tmp_path / "kserve" / "README.md").read_text()) == (
+        "tolerations" in pod and "tritonserver" not in words
+    )
     if "servingruntime.yaml" in written and STORED in words:
         assert written["servingruntime.yaml"]["metadata"]["name"] == predictor(written)["model"]["runtime"]
         assert predictor(written)["model"]["runtime"] == "hasten-gpu"

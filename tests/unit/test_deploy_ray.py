@@ -128,9 +128,10 @@ def test_as_many_replicas_as_gpus_are_shared_by(on_gpu: Bundle, monkeypatch: pyt
         gpus: parts(fleet(settings(on_gpu, replicas=Replicas(1, None), gpus=gpus)))[1]["autoscaling_config"][
             "max_replicas"
         ]
-        for gpus in (1.0, 0.25, 0.01)
+        for gpus in (1.0, 0.6, 0.25, 0.01)
     }
-    assert most == {1.0: 2, 0.25: 8, 0.01: 16}
+    # A replica has its share of one: two times 0.4 that are left hold no third.
+    assert most == {1.0: 2, 0.6: 2, 0.25: 8, 0.01: 16}
 
 
 def test_a_batch_is_full_where_the_benchmark_gains_little_more(

@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 
-from hasten.core.errors import PlanError, UnavailableError
+from hasten.core.errors import PlanError, StageError, UnavailableError, UnsupportedError
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Plan, Range, Shapes
 from hasten.core.report import Bench, Report, Timing
 from hasten.core.statistics import Interval
 from hasten.core.tensors import Shape
+from hasten.core.variant import Precision
 from hasten.deploy.tritonserver import Options
 from hasten.deploy.tritonserver.batching import batching
 from hasten.deploy.tritonserver.check import are_alike
 from hasten.deploy.tritonserver.client import Client
+from hasten.deploy.tritonserver.options import choose
 from hasten.deploy.tritonserver.pbtxt import Tensor, Word, entries, to_text
 from hasten.deploy.tritonserver.program import Program, TritonServer
 from hasten.deploy.tritonserver.shipping import ship
@@ -110,6 +112,13 @@ def test_options_that_contradict() -> None:
         Options(device="tpu")
 
 
+def test_a_quantized_graph_is_not_for_a_gpu(tmp_path: Path, write_bundle: Any, make_manifest: Any) -> None:
+    """And the next step is not what was asked for already."""
+    manifest = make_manifest("onnxruntime-int8", graph_precision=Precision.INT8)
+    with pytest.raises(UnsupportedError, match=r"its int8 operators are for processors \(--device cpu\)"):
+        choose(write_bundle(tmp_path / "given", manifest), Options(device="cuda"))
+
+
 @pytest.mark.parametrize("where", ["/nowhere/tritonserver", "/nowhere/at/all", "localhost"])
 def test_a_binary_that_is_not_there(where: str) -> None:
     with pytest.raises(PlanError, match="there is no tritonserver at"):
@@ -141,6 +150,13 @@ def test_a_program_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "tritonserver").write_bytes(b"\x00not for this machine")
     (tmp_path / "tritonserver").chmod(0o755)
     with pytest.raises(PlanError, match="is no program: Exec format error"):
+        TritonServer(Program.find(str(tmp_path / "tritonserver")), tmp_path, tmp_path)
+
+
+def test_a_program_that_ends_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "tritonserver").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "tritonserver").chmod(0o755)
+    with pytest.raises(StageError, match="does not start: it wrote nothing, and ended with exit code 3"):
         TritonServer(Program.find(str(tmp_path / "tritonserver")), tmp_path, tmp_path)
 
 

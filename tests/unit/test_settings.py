@@ -87,7 +87,7 @@ def test_bundles_from_the_environment() -> None:
         (["--port", "70000"], {}, "", "--port: there is no port 70000"),
         (["--max-queue", "0"], {}, "", "--max-queue: it must be at least 1"),
         (["--drain", "soon"], {}, "", "--drain: 'soon' is not a duration"),
-        (["--replicas", "some"], {}, "", "--replicas: 'some' is not a whole number"),
+        (["--replicas", "some"], {}, "", r"--replicas: 'some' is not a whole number \(write 2, 1-8 or auto\)"),
         (["--replicas", "0-2"], {}, "", "--replicas: it must be at least 1"),
         (["--replicas", "3-2"], {}, "", "--replicas: '3-2' ends before it begins"),
         (["--gpus", "0"], {}, "", "--gpus: '0' is not a share of a GPU"),

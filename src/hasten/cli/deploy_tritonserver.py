@@ -147,6 +147,7 @@ def _exit_code(checked: Check, repository: Repository) -> int:
         return 0
     print(f"error: {error}", file=sys.stderr)
     if code == UnsupportedError.exit_code:
-        other = "" if checked.is_missing_gpu else "; or --runtime python"
+        is_elsewhere = checked.is_missing_gpu or bool(repository.place)  # an engine runs in no Python model
+        other = "" if is_elsewhere else "; or --runtime python"
         print(f"  hint: --check takes the path or the address of one that has{other}", file=sys.stderr)
     return code

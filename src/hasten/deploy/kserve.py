@@ -15,6 +15,7 @@ from hasten.deploy.manifests import Deployment, to_yaml
 from hasten.deploy.names import check_name
 from hasten.deploy.pods import Pod, PodOptions
 from hasten.deploy.tritonserver.options import choose
+from hasten.deploy.tritonserver.writer import choose_writer
 
 # Where KServe expects a server to listen, and puts what a storage address leads to.
 HTTP_PORT, GRPC_PORT, STORED = 8080, 9000, "/mnt/models"
@@ -101,7 +102,8 @@ def _of_tritonserver(bundle: Bundle, options: PodOptions) -> PodOptions:
     """Sized for what `hasten deploy tritonserver` takes where it is not told otherwise, if that was timed."""
     if options.variant is not None:
         return options
-    taken = choose(bundle, tritonserver.Options()).variant.name
+    writes, defaults = bundle.manifest.generation is not None, tritonserver.Options()
+    taken = (choose_writer(bundle, defaults) if writes else choose(bundle, defaults).variant).name
     is_timed = taken in [entry.name for entry in bundle.manifest.variants]
     return replace(options, variant=taken) if is_timed else options
 
@@ -263,7 +265,8 @@ def _about_gpus(pod: Pod, service: Service) -> str:
         return ""
     is_by_cpu = pod.options.is_scaled and service.mode is Mode.STANDARD and not service.prometheus
     warning = "\nThe CPU says little about how busy a GPU is: scale by the queue where you can.\n" if is_by_cpu else ""
-    return f"{pod.about_gpus() if service.runtime is Runtime.HASTEN else ''}{warning}"
+    about = pod.about_gpus(is_tolerant=service.mode is Mode.STANDARD) if service.runtime is Runtime.HASTEN else ""
+    return f"{about}{warning}"
 
 
 def _bringing(pod: Pod, image: str | None, service: Service) -> str:
@@ -272,9 +275,9 @@ def _bringing(pod: Pod, image: str | None, service: Service) -> str:
     if service.runtime is Runtime.TRITONSERVER:
         given = f" (now `{image}`)" if image else ""
         return f"""`{service.storage}` holds the model repository that `hasten deploy tritonserver BUNDLE -o DIR` wrote.
-Models go by the names of its folders. Its tokenizer needs a package that NVIDIA's image does not have: build the
-`Dockerfile` in DIR, and give the image's name as `--image`{given}. Where DIR was written with another `--variant`, give
-it here too: pods are as big as its benchmark says.
+Models go by the names of its folders. Those in Python need packages that NVIDIA's image does not have: build the
+`Dockerfile` in DIR, and give the image's name as `--image`{given}. Where DIR was written from another variant, by
+`--variant` or `--runtime python`, give it here as `--variant`: pods are as big as its benchmark says.
 """
     asked = f"The model goes by `{name}`: `POST /v2/models/{name}/infer`.\n"
     if image and service.storage is None:

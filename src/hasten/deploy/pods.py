@@ -46,10 +46,12 @@ _NODE_FEATURES = {
 }
 
 _ABOUT_GPUS = f"""
-Nodes need NVIDIA's device plugin, which offers `{_GPU}`; pods tolerate the taint of that name. Where it lets
+Nodes need NVIDIA's device plugin, which offers `{_GPU}`; {{taint}}. Where the plugin lets
 several pods share a GPU (time slicing, MPS), each still asks for 1. The image is that of `make image GPU=1`, or has
 what that has: ONNX Runtime for CUDA, PyTorch and Triton.
 """
+_TOLERATED = "pods tolerate the taint of that name"
+_NOT_TOLERATED = "nodes with the taint of that name are left out, since Knative takes no tolerations by default"
 _ABOUT_TENSORRT = "TensorRT lies outside PyPI: put it into that image, too, or no pod gets ready.\n"
 
 
@@ -211,12 +213,12 @@ class Pod:
 
     @property
     def size(self) -> str:
-        cores = f"{self.cores} core{'s' if self.cores > 1 else ''} and {self.memory}"
-        return f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}, {cores}" if self.gpus else cores
+        size = f"{_counted(self.cores, 'core')} and {self.memory}"
+        return f"{_counted(self.gpus, 'GPU')}, {size}" if self.gpus else size
 
     @property
     def timed_on(self) -> str:
-        return "a GPU" if self.gpus else f"{self.cores} cores"
+        return "a GPU" if self.gpus else _counted(self.cores, "core")
 
     @property
     def server_image(self) -> str:
@@ -229,11 +231,12 @@ class Pod:
                 f"--gpu {self.gpus}: a server computes on one GPU", hint="--replicas runs more pods, with one each"
             )
 
-    def about_gpus(self) -> str:
+    def about_gpus(self, *, is_tolerant: bool = True) -> str:
         """For who reads on what pods run."""
         if not self.gpus:
             return ""
-        return _ABOUT_GPUS + (_ABOUT_TENSORRT if self.entry.backend == _TENSORRT else "")
+        about = _ABOUT_GPUS.format(taint=_TOLERATED if is_tolerant else _NOT_TOLERATED)
+        return about + (_ABOUT_TENSORRT if self.entry.backend == _TENSORRT else "")
 
     def tolerations(self) -> dict[str, object]:
         """Nodes with GPUs are often kept free of pods that ask for none."""
@@ -251,6 +254,10 @@ class Pod:
             for label in labels
         ]
         return {"affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}}
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"
 
 
 def _arranged(options: PodOptions, timed_cores: int, most: int) -> tuple[int, int]:

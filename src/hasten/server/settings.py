@@ -88,9 +88,12 @@ def _replicas(text: str) -> Replicas:
     if text == "auto":
         return Replicas(1, None)
     least, is_range, most = text.partition("-")
-    found = Replicas(_count(least), _count(most if is_range else least))
-    if found.most is not None and found.most < found.least:
-        raise PlanError(f"'{text}' ends before it begins", hint="write 2, 1-8 or auto")
+    try:
+        found = Replicas(_count(least), _count(most if is_range else least))
+        if found.most is not None and found.most < found.least:
+            raise PlanError(f"'{text}' ends before it begins")
+    except PlanError as error:
+        raise PlanError(error.message, hint="write 2, 1-8 or auto") from error
     return found
 
 

@@ -156,7 +156,12 @@ def _room(settings: Settings, share: Share) -> int:
     if _is_elsewhere(settings):
         return _MOST_REPLICAS
     room = usable_cores() // share.cpus
-    return room if settings.gpus is None else min(room, int(len(this_machine().gpus) / settings.gpus))
+    return room if settings.gpus is None else min(room, fitting(len(this_machine().gpus), settings.gpus))
+
+
+def fitting(gpus: int, share: float) -> int:
+    """Replicas with that share of one: what is left of several GPUs adds up to none."""
+    return gpus * int(1 / share)
 
 
 def _http(settings: Settings) -> dict[str, Any]:

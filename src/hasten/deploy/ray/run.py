@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from hasten.bundle import open_bundle
 from hasten.core.errors import HastenError, PlanError, StageError, UnavailableError, UnsupportedError, missing_package
 from hasten.core.hardware import usable_cores
-from hasten.deploy.ray.config import APPLICATION, fleet, share_of, with_gpus, write
+from hasten.deploy.ray.config import APPLICATION, fitting, fleet, share_of, with_gpus, write
 from hasten.deploy.ray.replica import open_once
 from hasten.server.run import Addresses, bundle_paths
 from hasten.server.settings import Settings
@@ -210,8 +210,13 @@ def _start(settings: Settings) -> None:
         raise UnavailableError(f"Ray does not start: {_last_line(str(error))}") from error
     logger.info("Ray is started: its address is %s", ray.get_runtime_context().gcs_address)
     least = replicas.least if replicas is not None else 1
-    if settings.gpus is not None and (there := ray.cluster_resources().get("GPU", 0.0)) < settings.gpus * least:
-        raise UnsupportedError(f"{least} × {settings.gpus:g} GPUs are more than the {there:g} of this machine")
+    there = int(ray.cluster_resources().get("GPU", 0))
+    # Ray would wait for others to come, and we for Ray.
+    if settings.gpus is not None and fitting(there, settings.gpus) < least:
+        hint = "fewer --replicas, or a smaller share" if there else "leave --gpus out"
+        raise UnsupportedError(
+            f"{least} × {settings.gpus:g} of a GPU do not fit on the {there} of this machine", hint=hint
+        )
 
 
 def _connect(address: str) -> None:

@@ -32,7 +32,7 @@ _EXAMPLES: dict[str, list[object]] = {
 }
 _LEAST = (
     " Its ONNX Runtime must be {version} or newer: older ones answer this variant wrongly, and the models refuse to"
-    " load beside them. For those, write it with `--variant graph`."
+    " load beside them. For those, write it with `--runtime python` or, from a bundle, `--variant graph`."
 )
 _PLACE = " The engine runs on {place}, and on nothing else: for another server build the bundle there."
 _ON_GPU = " The model runs on the first GPU that the server sees: for others start a server for each."

@@ -45,7 +45,9 @@ _SETTLED_S, _LOOKS = 0.1, 50
 # Scores of reduced precision depend on the shape of the batch that a row came in.
 _REDUCED_TOLERANCE = 0.05
 _OK = 200
-_NO_BACKEND, _NO_GPU, _WAITING = "unable to find backend library", "invalid or unsupported gpu id", "it waits for"
+_NO_BACKEND, _WAITING = "unable to find backend library", "it waits for"
+# Of a configuration that names the first, and of one for all there are.
+_NO_GPU = ("invalid or unsupported gpu id", "has kind KIND_GPU but no GPUs are available")
 # Two labels that fit equally well may change places between batches of another shape.
 _MOST_ALIKE = 0.98
 
@@ -92,11 +94,11 @@ class Check:
 
     @property
     def is_missing_gpu(self) -> bool:
-        return self._is_only(_NO_GPU)
+        return self._is_only(*_NO_GPU)
 
-    def _is_only(self, why: str) -> bool:
-        reasons = self.not_ready.values()
-        return bool(reasons) and all(why in reason or reason.startswith(_WAITING) for reason in reasons)
+    def _is_only(self, *why: str) -> bool:
+        reasons = [reason for reason in self.not_ready.values() if not reason.startswith(_WAITING)]
+        return bool(reasons) and all(any(one in reason for one in why) for reason in reasons)
 
 
 def is_address(where: str) -> bool:

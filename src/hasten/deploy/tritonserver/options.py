@@ -150,7 +150,8 @@ def _tell(passed_over: Iterable[tuple[str, str]], chosen: str) -> None:
 
 def _required(graph: Artifact, options: Options) -> Artifact:
     if (reason := _why_not(graph.variant, options)) is not None:
-        hint = "a bundle from `hasten build --device cuda` does; or --runtime native"
+        is_python = options.runtime is Runtime.PYTHON
+        hint = "a bundle from `hasten build --device cuda` does; or --runtime native" if is_python else "--device cpu"
         raise UnsupportedError(f"the bundle's graph does not run there: {reason}", hint=hint)
     return graph
 

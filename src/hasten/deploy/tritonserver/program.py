@@ -188,7 +188,8 @@ class TritonServer(Closing):
             self.close()
             raise
         self.close()
-        raise StageError(f"tritonserver does not start: {_told(self._log)}")
+        told = _told(self._log) or f"it wrote nothing, and ended with exit code {self._process.returncode}"
+        raise StageError(f"tritonserver does not start: {told}", hint=_HINT)
 
 
 def _told(log: Path) -> str:

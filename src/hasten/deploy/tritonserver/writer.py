@@ -8,7 +8,7 @@ from string import Template
 
 import msgspec
 
-from hasten.bundle import Bundle
+from hasten.bundle import Bundle, VariantEntry
 from hasten.bundle.read import TOKENIZER
 from hasten.core.errors import UnsupportedError, translate_os_errors
 from hasten.core.variant import CPU, CUDA
@@ -134,16 +134,22 @@ curl -X POST http://localhost:8000/v2/models/$model/generate \\
 """)
 
 
-def write_writer(bundle: Bundle, directory: Path, options: Options) -> Repository:
-    bundle.check()
-    if options.device == CUDA:
-        raise UnsupportedError("models that write run on the CPU there, not on 'cuda'", hint="leave --device out")
+def choose_writer(bundle: Bundle, options: Options) -> VariantEntry:
+    """The variant that was asked for or, in order of speed, the first that runs there."""
     entries = [bundle.entry(options.variant)] if options.variant else bundle.manifest.variants
     entry = next((one for one in entries if one.backend == _ONNX and one.device == CPU), None)
     if entry is None:
         raise UnsupportedError(
             f"{entries[0].name} does not run there", hint="a variant of onnxruntime for processors does: --device cpu"
         )
+    return entry
+
+
+def write_writer(bundle: Bundle, directory: Path, options: Options) -> Repository:
+    bundle.check()
+    if options.device == CUDA:
+        raise UnsupportedError("models that write run on the CPU there, not on 'cuda'", hint="leave --device out")
+    entry = choose_writer(bundle, options)
     artifact, name = bundle.artifact(entry), f"{options.name}_onnx_generate"
     # transformer-deploy's clients ask for one answer, under names of their own.
     is_once = options.output is not None
