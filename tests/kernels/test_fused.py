@@ -231,6 +231,7 @@ def test_it_says_which_gpu_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "knows 'gelu', in" in BACKEND.probe(new, Variant("fused", Precision.FP16, "cuda", ("smooth",))).reason
     assert "not on 'cpu'" in BACKEND.probe(new, Variant("fused", Precision.FP16)).reason
     assert "fp32" in BACKEND.probe(new, Variant("fused", Precision.FP32, "cuda")).reason
+    assert "in fp8 'fast'" in BACKEND.probe(new, Variant.parse("fused-int8+fast@cuda")).reason
     fp8, int8 = (Variant.parse(f"fused-{name}+gelu+keep2@cuda") for name in ("fp8", "int8"))
     ampere = replace(machine, gpus=(Gpu("NVIDIA A100", 2**36, "8.0", "580"),))
     assert BACKEND.probe(new, fp8).ok

@@ -103,7 +103,7 @@ def test_only_its_variants_contend(backends: dict[str, Any]) -> None:
     }
     further, refused = ladder(wanted, WITH_GPU)
     assert not further
-    eight = ["fused-fp8@cuda", "fused-fp8+gelu@cuda", "fused-int8@cuda"]
+    eight = ["fused-fp8@cuda", "fused-fp8+gelu@cuda", "fused-fp8+gelu+fast@cuda", "fused-int8@cuda"]
     assert {one.variant: one.reason for one in refused} == dict.fromkeys(eight, "it does not")
     backends["fused"] = Known(Dialect.MODULE, "fused-fp16@cuda", *eight)
     assert names(ladder(wanted, WITH_GPU)[0]) == eight
