@@ -27,7 +27,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 WARM, REQUESTS, TURNS = 100, 300, 5
-_MARKING = "marking"
+_MARKING, FIRST = "marking", "bytes have come"
 Marks = list[tuple[str, int]]
 
 
@@ -89,9 +89,6 @@ def summary(marks: Marks, asked: list[tuple[int, int]]) -> list[dict[str, Any]]:
     # A step that most requests do not have is no step.
     steps = {name: float(np.median(taken)) for name, taken in found.items() if len(taken) > len(asked) / 2}
     return [{"step": name, "us": at} for name, at in sorted(steps.items(), key=lambda step: step[1])]
-
-
-FIRST = "bytes have come"
 
 
 def marking(kept: str, words: list[str]) -> None:

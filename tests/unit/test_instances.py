@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hasten.backends import BACKENDS, Artifact, PaddedSession, RunOptions, uniform_batch
+from hasten.backends import BACKENDS, Artifact, PaddedSession, RunOptions, run_until, uniform_batch
 from hasten.core.errors import StageError
 from hasten.core.hardware import Gpu, this_machine
 from hasten.core.tensors import (
@@ -32,7 +32,7 @@ from hasten.server import instances
 from hasten.server.fairness import Turns
 from hasten.server.instances import choose_instances
 from hasten.server.queue import Limits
-from hasten.server.served import ModelSettings, _limits, _run_until
+from hasten.server.served import ModelSettings, _limits
 
 SIGNATURE = Signature(
     (TensorSpec("input_ids", DType.INT32, (BATCH, SEQUENCE)),), (TensorSpec("sum", DType.FLOAT32, (BATCH, 1)),), 512
@@ -256,6 +256,6 @@ def test_a_batch_on_a_gpu_is_as_large_as_the_sizes_that_are_made_ready() -> None
 
 def test_sizes_are_made_ready_as_far_as_there_is_time() -> None:
     batches = [uniform_batch(Shape(1, length), SIGNATURE) for length in (2, 3, 4)]
-    assert _run_until(Session(0.0), batches, time.monotonic() + 60) == 3
-    assert _run_until(Session(0.01), batches, time.monotonic() + 0.005) == 1
-    assert _run_until(Session(0.0), batches, time.monotonic() - 1) == 0
+    assert run_until(Session(0.0), batches, time.monotonic() + 60) == 3
+    assert run_until(Session(0.01), batches, time.monotonic() + 0.005) == 1
+    assert run_until(Session(0.0), batches, time.monotonic() - 1) == 0

@@ -5,6 +5,7 @@ source ──make──▶ artifact (files) ──open──▶ session (one thr
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -183,6 +184,15 @@ class HasSizes(Protocol):
     def samples(self, tokens: int, rows: int) -> Sequence[Batch]:
         """A batch of each size that batches up to these may have, those that come most often first."""
         ...
+
+
+def run_until(session: Session, batches: Sequence[Batch], until: float) -> int:
+    """Make sizes ready, by the clock of time.monotonic; how many were run by then."""
+    for done, batch in enumerate(batches):
+        if time.monotonic() > until:
+            return done
+        session.run(batch)
+    return len(batches)
 
 
 @runtime_checkable

@@ -56,12 +56,13 @@ def pod_options(args: argparse.Namespace, bundle: Bundle) -> PodOptions:
 def print_deployment(made: Deployment, args: argparse.Namespace) -> None:
     """What there is, and what to do with it."""
     from hasten.cli import console
+    from hasten.deploy.pods import counted
 
     if args.json:
         console.print_json(made)
         return
-    gpus = f"{made.gpus} GPU{'s' if made.gpus > 1 else ''}, " if made.gpus else ""
-    size = f"{gpus}{made.cores} core{'s' if made.cores > 1 else ''} and {made.memory_bytes // 2**20} MiB"
+    gpus = f"{counted(made.gpus, 'GPU')}, " if made.gpus else ""
+    size = f"{gpus}{counted(made.cores, 'core')} and {made.memory_bytes // 2**20} MiB"
     scaled = f"; more are started with {made.scales_by}" if made.scales_by else ""
     build = ["docker", "build", "--file", f"{made.path}/Dockerfile", "--tag", str(made.image), str(args.bundle)]
     lines = [

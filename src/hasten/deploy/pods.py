@@ -213,12 +213,12 @@ class Pod:
 
     @property
     def size(self) -> str:
-        size = f"{_counted(self.cores, 'core')} and {self.memory}"
-        return f"{_counted(self.gpus, 'GPU')}, {size}" if self.gpus else size
+        size = f"{counted(self.cores, 'core')} and {self.memory}"
+        return f"{counted(self.gpus, 'GPU')}, {size}" if self.gpus else size
 
     @property
     def timed_on(self) -> str:
-        return "a GPU" if self.gpus else _counted(self.cores, "core")
+        return "a GPU" if self.gpus else counted(self.cores, "core")
 
     @property
     def server_image(self) -> str:
@@ -256,7 +256,7 @@ class Pod:
         return {"affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}}
 
 
-def _counted(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number > 1 else ''}"
 
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from hasten.backends import Artifact, HasSizes, RunOptions, Session
+from hasten.backends import Artifact, HasSizes, RunOptions, Session, run_until
 from hasten.bundle import Bundle
 from hasten.core.errors import AccuracyError, HastenError, TooLargeError
 from hasten.core.hardware import usable_cores
 from hasten.core.plan import Gate, Shapes
 from hasten.core.progress import Silent
-from hasten.core.tensors import Batch, Outputs, Shape
+from hasten.core.tensors import Outputs, Shape
 from hasten.core.variant import CPU, Variant
 from hasten.measure.verify import expect, verify
 from hasten.predictor import Predictor, open_session, required, runnable
@@ -168,7 +168,7 @@ class Served:
             if isinstance(session, HasSizes):
                 batches = session.samples(self.limits.tokens_per_batch, self.limits.rows_per_batch)
                 begin = time.monotonic()
-                done = _run_until(session, batches, until)
+                done = run_until(session, batches, until)
                 logger.info(
                     "%s: %d of %d sizes of batches are ready, after %.1f s; others are made when they first come",
                     self.name,
@@ -203,15 +203,6 @@ def _warming(variant: Variant, shapes: Shapes) -> list[Shape]:
     if variant.device != CPU:
         return shapes.grid()
     return [Shape(shapes.batch.min, shapes.sequence.min), shapes.optimal]
-
-
-def _run_until(session: Session, batches: Sequence[Batch], until: float) -> int:
-    """How many were run by then."""
-    for done, batch in enumerate(batches):
-        if time.monotonic() > until:
-            return done
-        session.run(batch)
-    return len(batches)
 
 
 def characters(given: object) -> int:

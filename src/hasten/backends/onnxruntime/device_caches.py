@@ -30,7 +30,7 @@ class DeviceCaches(Caches):
         self._copier = None
 
     def put(self, row: int, values: Mapping[str, FloatArray], length: int) -> None:
-        given = {name: self._new(name, 1) for name in values}
+        given = {name: self.larger(name, None, 1, 0) for name in values}
         for name, value in values.items():
             given[name][0, :, :length] = value[0]
         held = {name: self._moved(array) for name, array in given.items()}
@@ -77,9 +77,6 @@ class DeviceCaches(Caches):
                 f"the GPU has no room for {self._rows} rows of {self.capacity} tokens: {error}",
                 hint="fewer slots, or shorter texts",
             ) from error
-
-    def _new(self, name: str, rows: int) -> FloatArray:
-        return self.larger(name, None, rows, 0)
 
     def _shape(self, name: str) -> tuple[int, int, int]:
         heads, width = self.sizes[name]

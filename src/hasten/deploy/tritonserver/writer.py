@@ -140,7 +140,7 @@ def choose_writer(bundle: Bundle, options: Options) -> VariantEntry:
     entry = next((one for one in entries if one.backend == _ONNX and one.device == CPU), None)
     if entry is None:
         raise UnsupportedError(
-            f"{entries[0].name} does not run there", hint="a variant of onnxruntime for processors does: --device cpu"
+            f"{entries[0].name} does not run there", hint="what `hasten build --device cpu` makes with onnxruntime does"
         )
     return entry
 

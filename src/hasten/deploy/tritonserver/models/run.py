@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hasten.backends import BACKENDS, Artifact, HasSizes, RunOptions, Session
+from hasten.backends import BACKENDS, Artifact, HasSizes, RunOptions, run_until
 from hasten.core.batching import by_length
 from hasten.core.errors import InputError
 from hasten.core.hardware import usable_cores
@@ -39,7 +39,9 @@ class TritonPythonModel:
         threads = about["threads"] or max(1, usable_cores() // about["instances"])
         self._limits: Mapping[str, int] = about["limits"]
         self._session = BACKENDS.get(variant.backend).open(artifact, RunOptions(threads))
-        _make_sizes_ready(self._session, about["max_rows"])
+        if isinstance(self._session, HasSizes):
+            tokens = min(_TOKENS, self._session.most_tokens)
+            run_until(self._session, self._session.samples(tokens, about["max_rows"]), time.monotonic() + _WARM_S)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         return answered(requests, self._rows, self._outputs)
@@ -90,13 +92,3 @@ class TritonPythonModel:
 def _groups(lengths: IntArray, layout: Layout) -> list[IntArray]:
     """What pads nothing takes all rows as they are, and cuts them by itself."""
     return [np.arange(len(lengths))] if layout is Layout.PACKED else by_length(lengths)
-
-
-def _make_sizes_ready(session: Session, max_rows: int) -> None:
-    if not isinstance(session, HasSizes):
-        return
-    until = time.monotonic() + _WARM_S
-    for batch in session.samples(min(_TOKENS, session.most_tokens), max_rows):
-        if time.monotonic() > until:
-            return
-        session.run(batch)
