@@ -41,7 +41,7 @@ from hasten.measure.fault import find_fault, is_finite
 from hasten.measure.rows import SAMPLE, Rows, check_rows, choose_rows, naming
 from hasten.measure.verify import Expectation, expect
 from hasten.predictor import Predictor
-from hasten.quantize.ways import OF_QUANTIZERS
+from hasten.quantize.ways import is_of_quantizers
 
 logger = logging.getLogger("hasten")
 
@@ -96,7 +96,7 @@ class _Build(Staged):
             notes += _kind_notes(model, loaded)
             if self.quantized is not None:
                 self._check_quantized(loaded)
-                notes.append(f"in float: its quantizers make {OF_QUANTIZERS}")
+                notes.append("in float: what its quantizers make is a variant")
 
         with self.stage("reference") as notes:
             chosen = self._choose_rows(loaded)
@@ -212,8 +212,8 @@ class _Build(Staged):
 
     def _made_from(self, dialect: Dialect) -> list[str]:
         """The contenders that start from the original's graph in this dialect."""
-        names = [name for name in (*self.about.contenders, *self.about.further) if name != OF_QUANTIZERS.name]
-        return [name for name in names if dialect_of(Variant.parse(name)) is dialect]
+        variants = map(Variant.parse, (*self.about.contenders, *self.about.further))
+        return [one.name for one in variants if not is_of_quantizers(one) and dialect_of(one) is dialect]
 
     def _folder(self, name: str) -> Path:
         folder = self.work / name
