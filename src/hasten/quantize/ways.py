@@ -29,7 +29,7 @@ class Way(StrEnum):
 
 # What quantizers in a module make, which no graph and no recipe could: from one that was given with them …
 OF_QUANTIZERS = Variant("onnxruntime", Precision.INT8, ways=(Way.QDQ,))
-# … and from any that they can be put into: on processors, ways that start from a graph keep more of the answers.
+# … and from any that they can be put into: it is the only int8 that is made for TensorRT.
 ENGINE_OF_QUANTIZERS = Variant("tensorrt", Precision.INT8, CUDA, (Way.QDQ,))
 _CALIBRATORS = {Way(calibrator.value): calibrator for calibrator in Calibrator}
 # Words that are about ONNX Runtime's graphs, or about its products in bytes.

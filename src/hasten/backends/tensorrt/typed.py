@@ -62,7 +62,8 @@ def write_typed(graph: Path, target: Path, precision: Precision, beyond: frozens
         raise StageError(f"{graph} is not an ONNX graph: {error}") from error
     if foreign := [node.op_type for node in model.graph.node if node.domain not in _OWN or node.op_type in _INTEGER]:
         raise StageError(
-            f"TensorRT has no operator {foreign[0]}", hint="quantized graphs come with QuantizeLinear, DequantizeLinear"
+            f"TensorRT has no operator {foreign[0]}",
+            hint="quantized graphs come with QuantizeLinear, DequantizeLinear: tensorrt-int8+qdq@cuda makes one",
         )
     found = stored_in(model)
     expected = Precision.FP32 if precision in HALVES else precision
@@ -88,7 +89,7 @@ def _half_of(model: ModelProto, precision: Precision) -> Precision | None:
 
 
 def _opset(model: ModelProto) -> int:
-    return next(entry.version for entry in model.opset_import if entry.domain in _OWN)
+    return int(next(entry.version for entry in model.opset_import if entry.domain in _OWN))
 
 
 def stored_in(model: ModelProto) -> Precision:
