@@ -145,6 +145,15 @@ def test_quantizers_that_come_with_the_module_are_used(
     np.testing.assert_allclose(bundle.reference().outputs["logits"], logits(plain, feeds)[:4], atol=1e-5)
 
 
+def test_a_search_for_int8_on_a_gpu_makes_it(folder: Path, texts: list[str], tmp_path: Path, quick_build: Any) -> None:
+    data = written(texts, tmp_path / "data.jsonl")
+    bundle = quick_build(folder, device="cuda", precision="int8", data=data, min_agreement=0.0)
+    assert [entry.name for entry in bundle.manifest.variants] == [ENGINE]
+    # A fifth of the rows was set aside, and the rest judges.
+    assert inspect(bundle, ENGINE).passes[0].notes == ("with quantizers, calibrated on 3 rows",)
+    assert bundle.manifest.chosen.agreement.rows == len(texts) - 3
+
+
 def test_mask_tokens_alone_are_calibrated_on_too(tiny_model: Any, tmp_path: Path, quick_build: Any) -> None:
     folder = tiny_model("bert", "ForMaskedLM", initializer_range=0.15)
     texts = [text.replace(text.split()[2], "[MASK]", 1) for text in tiny.CORPUS]
