@@ -145,6 +145,22 @@ def test_quantizers_that_come_with_the_module_are_used(
     np.testing.assert_allclose(bundle.reference().outputs["logits"], logits(plain, feeds)[:4], atol=1e-5)
 
 
+def test_values_beyond_fp16_stay_in_fp32(folder: Path, texts: list[str], tmp_path: Path, quick_build: Any) -> None:
+    """What one product multiplies, the next divides again; in between fp16 would be infinite."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        layer = model.bert.encoder.layer[0]
+        layer.intermediate.dense.weight *= 1e6
+        layer.output.dense.weight *= 1e-6
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    rows = written(texts, tmp_path / "rows.jsonl")
+    bundle = quick_build(model, tokenizer=tokenizer, variants=[ENGINE], calibration=rows, min_agreement=0.0)
+    guard = next(step for step in inspect(bundle, ENGINE).passes if step.name == "guard")
+    assert "layer.0/intermediate/dense/MatMul" in guard.notes[0]
+    assert not misplaced(typed(bundle))
+    assert error(answers(bundle, ENGINE, texts), logits(model, feeds_of(folder, texts))) < 2 * CLOSE
+
+
 def test_a_search_for_int8_on_a_gpu_makes_it(folder: Path, texts: list[str], tmp_path: Path, quick_build: Any) -> None:
     data = written(texts, tmp_path / "data.jsonl")
     bundle = quick_build(folder, device="cuda", precision="int8", data=data, min_agreement=0.0)
