@@ -247,7 +247,7 @@ class _Retyping:
             waiting += found
         return stays
 
-    def _links(self, makers: Mapping[str, int]) -> Mapping[int, list[int]]:
+    def _links(self, makers: Mapping[str, int]) -> defaultdict[int, list[int]]:
         """The places of pairs, what moves their values, and who computes with them: all of one type, both ways.
 
         A cast among them would leave the product to be computed in float.
