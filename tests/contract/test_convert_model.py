@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
+import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 
 from engines import PLAN
 from hasten.backends import Artifact
+from hasten.builder.export import export
 from hasten.bundle import Bundle
 from hasten.cli.convert_model import run
 from hasten.core.report import Bench, Footprint, Timing
@@ -160,8 +165,43 @@ def test_with_tensorrt(words: list[str], tmp_path: Path, capsys: pytest.CaptureF
     engines = [match[1] for line in capsys.readouterr().out.splitlines() if (match := LINE.fullmatch(line))]
     assert engines == ["Pytorch (FP32)", "TensorRT (FP16)"]
     assert not (tmp_path / "alone" / "transformer_onnx_model").exists()
-    assert run([*words, "--backend", "tensorrt", "-q", "-o", str(tmp_path / "int8")]) == 3
-    assert "hasten makes no int8 graphs for TensorRT" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("standin")
+def test_int8_with_tensorrt(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Or what stands in for it. Both backends in int8, each for its own device; fp16 is built beside it."""
+    output = tmp_path / "out"
+    asked = ["-q", "--backend", "tensorrt", "onnx", "--atol", "9", "--min-agreement", "0.5"]
+    assert run([*words, *asked, "-o", str(output)]) == 0
+    told = capsys.readouterr().out
+    engines = [match[1] for line in told.splitlines() if (match := LINE.fullmatch(line))]
+    assert engines == ["Pytorch (FP32)", "TensorRT (INT8)", "ONNX Runtime (FP32)", "ONNX Runtime (optimized)"]
+    assert "tensorrt-fp16@cuda" in told
+    assert "tensorrt-int8+qdq@cuda is in" in told
+    plan = (output / "model.plan").read_bytes()
+    assert plan == (output / "transformer_tensorrt_model/1/model.plan").read_bytes()
+    graph = onnx.load_from_string(base64.b85decode(json.loads(plan)["graph"]))  # what an engine is here
+    assert Counter(node.op_type for node in graph.graph.node)["QuantizeLinear"] > 10
+    assert depends_on_batch(output / "model.onnx")
+
+
+@pytest.mark.usefixtures("standin")
+def test_int8_that_tensorrt_cannot_be_given(
+    words: list[str], classifier: Path, load_tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a module there is nothing to put quantizers into: said before any work."""
+    folder = tmp_path / "graph"
+    shutil.copytree(classifier, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    export(load_tiny(classifier), folder / "model.onnx")
+    asked = ["-m", str(folder), "-q", "--backend", "tensorrt", "--quiet", "-o", str(tmp_path / "out")]
+    assert run(asked) == 3
+    first, hint = capsys.readouterr().err.splitlines()
+    assert "tensorrt-int8+qdq@cuda is made by quantizers in a PyTorch module" in first
+    assert first.endswith("comes as an ONNX graph")
+    assert hint == "  hint: give the model the graph was made from"
+    assert run([*words, "-q", "--backend", "tensorrt", "--atol", "1e-7", "-o", str(tmp_path / "out")]) == 5
+    assert "more than --atol 1e-07" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def _inputs(graph: Path) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 from hasten.cli.convert_model import _order, parser, run
 from hasten.core.errors import PlanError
 from hasten.core.hardware import Gpu, this_machine
-from hasten.core.variant import Support
+from hasten.core.variant import Precision, Support, Variant
 from hasten.deploy.convert import Latencies, Measures, max_error, place_graph
 from hasten.graph import write_graph
 
@@ -73,7 +73,7 @@ def test_every_short_form_and_arity() -> None:
         ("--backend tensorrt onnx", 3, "the backend tensorrt does not run here"),
         ("--backend tensorrt --runtime python", 3, "--runtime python does not run TensorRT"),
         ("-d cuda", 3, "the backend onnx does not run on 'cuda' here"),
-        ("-d cuda -q", 2, "int8 is for processors here, and --device is cuda"),
+        ("-d cuda -q", 2, "int8 of the backend onnx is for processors, and --device is cuda"),
         ("--generative-model t5", 2, "--generative-model t5 writes, and --task is classification"),
         ("--task text-generation --backend tensorrt", 3, "models that write are deployed for the CPU"),
         ("--task text-generation -d cuda", 3, "models that write are deployed for the CPU"),
@@ -119,12 +119,30 @@ def test_refusals(
         ("--backend onnx tensorrt", ("tensorrt", "onnxruntime")),
         ("--backend tensorrt pytorch -d cuda", ("tensorrt",)),
         ("--backend onnx -d cuda", ("onnxruntime",)),
+        ("-q --backend tensorrt", ("tensorrt",)),
+        ("-q --backend tensorrt onnx", ("tensorrt", "onnxruntime")),
     ],
 )
 def test_what_is_asked_for_is_what_is_deployed(words: str, backends: tuple[str, ...]) -> None:
     order = _order(parser().parse_args([*MODEL, *words.split()]))
     assert order.backends == backends
-    assert {name.partition("-")[0] for name in order.plan.variants} == set(backends)
+    asked = [Variant.parse(name) for name in order.plan.variants]
+    assert {one.backend for one in asked} == set(backends)
+    for backend in backends:
+        precisions = {one.precision for one in asked if one.backend == backend}
+        assert (Precision.INT8 in precisions) is ("-q" in words)
+        assert precisions - {Precision.INT8}, "what int8 is compared with"
+
+
+@pytest.mark.parametrize(("words", "hint"), [("", "-d cpu"), ("--backend tensorrt onnx", "leave -d out")])
+def test_int8_for_the_gpu_is_tensorrts(
+    words: str, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hasten.cli.convert_model._support", lambda _: Support.yes())
+    assert run([*MODEL, "-q", "-d", "cuda", *words.split()]) == 2
+    told = capsys.readouterr().err
+    assert "int8 of the backend onnx is for processors, and --device is cuda" in told
+    assert hint in told
 
 
 @pytest.mark.parametrize(

@@ -388,7 +388,7 @@ def test_an_operator_that_onnx_does_not_have_in_bf16_stays_in_fp32(tmp_path: Pat
         assert types(written(graph_of(nodes, weights, opset), tmp_path, precision))["y"] == kind
 
 
-def quantized(kind: int, *, from_float: bool) -> Any:
+def quantized(kind: int, *, from_float: bool, opset: int = 19) -> Any:
     """Pairs of operators as quantizers write them: weights stored as bytes, or rounded on the way."""
     stored = onnx.helper.tensor_dtype_to_np_dtype(kind)
     weights = {"scale": np.float32(0.1), "zero": np.zeros((), stored)}
@@ -397,20 +397,91 @@ def quantized(kind: int, *, from_float: bool) -> Any:
     if from_float:
         nodes.append(node("QuantizeLinear", "w scale zero", "w_bytes"))
     nodes.append(node("DequantizeLinear", f"{'w_bytes' if from_float else 'w'} scale zero", "w_floats"))
-    nodes.append(node("MatMul", "floats w_floats", "y"))
-    return graph_of(nodes, weights, opset=19)
+    nodes += [node("MatMul", "floats w_floats", "product"), node("Tanh", "product", "y")]
+    return graph_of(nodes, weights, opset)
 
 
 @pytest.mark.parametrize("from_float", [True, False])
 @pytest.mark.parametrize(("kind", "precision"), [(INT8, Precision.INT8), (FLOAT8, Precision.FP8)])
-def test_a_quantized_graph_is_taken_as_it_comes(
-    kind: int, precision: Precision, from_float: bool, tmp_path: Path
-) -> None:
+def test_beside_eight_bits_stands_fp16(kind: int, precision: Precision, from_float: bool, tmp_path: Path) -> None:
+    """What is dequantized has the type of its scale, and so has the product behind it: no cast between them."""
     model = quantized(kind, from_float=from_float)
     assert stored_in(model) is precision
     typed = written(model, tmp_path, precision)
+    assert stored_in(typed) is precision
+    found = types(typed)
+    assert found["bytes"] == kind
+    assert {found[name] for name in ("floats", "w_floats", "product", "y")} == {FLOAT16}
+    operators = [one.op_type for one in typed.graph.node]
+    assert operators == ["Cast", *(one.op_type for one in model.graph.node), "Cast"]
+    stored = {tensor.name: tensor for tensor in typed.graph.initializer}
+    assert stored.keys() == {"scale/fp16", "zero", "w/fp16" if from_float else "w"}
+    assert stored["scale/fp16"].data_type == FLOAT16
+    if not from_float:
+        assert stored["w"] == next(tensor for tensor in model.graph.initializer if tensor.name == "w")
+
+
+def test_an_older_quantized_graph_is_taken_as_it_comes(tmp_path: Path) -> None:
+    """Before opset 19 scales are fp32: a cast behind them would take the product out of eight bits."""
+    model = quantized(INT8, from_float=False, opset=17)
+    typed = written(model, tmp_path, Precision.INT8)
     assert [one.op_type for one in typed.graph.node] == [one.op_type for one in model.graph.node]
     assert list(typed.graph.initializer) == list(model.graph.initializer)
+
+
+def two_products(second: Any) -> Any:
+    """Of the same eight bits, behind a norm and before a softmax; each with a scale for each channel of its weights."""
+    draw = np.random.default_rng(3)
+    nodes = [
+        node("LayerNormalization", "x gain", "normed", axis=-1),
+        node("Mul", "normed gain", "scaled"),
+        node("QuantizeLinear", "scaled scale zero", "bytes"),
+        node("DequantizeLinear", "bytes scale zero", "floats"),
+        *(node("DequantizeLinear", f"w_{name} scale_{name} zeros", f"floats_{name}", axis=1) for name in "ab"),
+        *(node("MatMul", f"floats floats_{name}", name) for name in "ab"),
+        node("Add", "a b", "sum"),
+        node("Softmax", "sum", "shares", axis=-1),
+        node("QuantizeLinear", "shares small zero", "share_bytes"),
+        node("DequantizeLinear", "share_bytes small zero", "share_floats"),
+        node("Transpose", "share_floats", "turned", perm=[0, 2, 1]),
+        node("MatMul", "turned floats", "y"),
+    ]
+    weights = {f"w_{name}": draw.integers(-127, 128, (4, 4)).astype(np.int8) for name in "ab"}
+    scales = {"scale": np.float32(0.02), "small": np.float32(1 / 127), "scale_a": np.full(4, 0.01, np.float32)}
+    zeros = {"zero": np.int8(0), "zeros": np.zeros(4, np.int8)}
+    gain = {"gain": np.ones(4, np.float32), "scale_b": np.asarray(second, np.float32)}
+    return graph_of(nodes, weights | scales | zeros | gain, opset=19)
+
+
+def test_norms_and_softmax_around_eight_bits_stay_in_fp32(tmp_path: Path) -> None:
+    model = two_products([0.01, 0.02, 0.03, 0.04])
+    typed = written(model, tmp_path, Precision.INT8)
+    found = types(typed)
+    assert {name for name, kind in found.items() if kind == FLOAT} == {"normed", "sum", "shares"}
+    assert {name for name, kind in found.items() if kind == INT8} == {"bytes", "share_bytes"}
+    ours, theirs = run(typed, tokens()), run(model, tokens())
+    assert 0 < np.abs(ours - theirs).max() < 2e-2 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(
+    ("second", "beyond"),
+    [
+        # In fp16 the last of them would be nothing, or off by more than eight bits can tell.
+        ([0.01, 0.02, 0.03, 1e-14], frozenset()),
+        ([0.01, 0.02, 0.03, 3e-7], frozenset()),
+        ([0.01, 0.02, 0.03, 0.04], frozenset({"b"})),
+    ],
+)
+def test_who_shares_eight_bits_stays_in_fp32_together(second: Any, beyond: frozenset[str], tmp_path: Path) -> None:
+    """A cast between what is dequantized and its product would have the product computed in float."""
+    model = two_products(second)
+    typed = written(model, tmp_path, Precision.INT8, beyond)
+    found = types(typed)
+    assert {found[name] for name in ("floats", "floats_a", "floats_b", "a", "b", "share_floats", "y")} == {FLOAT}
+    # One where the pair begins, and one back.
+    assert [one.output[0] for one in typed.graph.node if one.op_type == "Cast"] == ["normed/fp16", "scaled/fp32"]
+    assert np.abs(run(typed, tokens()) - run(model, tokens())).max() < 2e-2
+    assert stored_in(typed) is Precision.INT8
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16, Precision.FP8])

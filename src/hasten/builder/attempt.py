@@ -14,7 +14,7 @@ from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, Quantizes, RunOp
 from hasten.builder.choose import check_not_again
 from hasten.builder.given import LoadedGraph
 from hasten.builder.load import LoadedModel
-from hasten.builder.passes import apply_passes, record
+from hasten.builder.passes import apply_passes, apply_plain, record
 from hasten.builder.search import Trial
 from hasten.bundle import VariantEntry
 from hasten.core.errors import PlanError, StageError, translate_os_errors
@@ -36,7 +36,15 @@ from hasten.quantize.make import make_graph
 from hasten.quantize.overflow import describe, overflows
 from hasten.quantize.recipe import FILE, Method, Recipe
 from hasten.quantize.recipes import Recipes
-from hasten.quantize.ways import OF_QUANTIZERS, Way, is_by_itself, is_quantized, kept_products, without_kept
+from hasten.quantize.ways import (
+    OF_QUANTIZERS,
+    Way,
+    is_by_itself,
+    is_of_quantizers,
+    is_quantized,
+    kept_products,
+    without_kept,
+)
 from hasten.tasks import TASKS, Row
 
 Original: TypeAlias = LoadedModel | LoadedGraph
@@ -165,8 +173,25 @@ class Attempts:
             return self._of_module(variant)
         if variant == self.loaded.baseline:
             return self.loaded.source
-        if variant == OF_QUANTIZERS:
-            return self._of_quantizers(variant)
+        workspace = self.plan.workspace_mib
+        source = Source(
+            self.loaded.signature,
+            {MODEL: self._of_quantizers(variant) if is_of_quantizers(variant) else self._of_graph(variant)},
+            shapes=self.plan.shapes,
+            workspace_bytes=workspace * 2**20 if workspace is not None else None,
+        )
+        # Beside its products in eight bits, TensorRT computes in fp16.
+        has_halves = variant.backend == "tensorrt" and variant.precision in (Precision.INT8, Precision.FP8)
+        if variant.precision is not Precision.FP16 and not has_halves:
+            return source
+        guarded = self._guarded(variant, source)
+        # OpenVINO and TensorRT make their own.
+        is_ours = dialect is Dialect.ORT_CUDA and self.loaded.precision is Precision.FP32
+        return self._halved(variant, guarded) if is_ours else guarded
+
+    def _of_graph(self, variant: Variant) -> Path:
+        """The original's graph, as it is or rewritten."""
+        dialect = dialect_of(variant)
         graph = self.graphs[dialect]
         check_not_again(variant, self.loaded.precision, self.given)
         if is_quantized(variant) and self.loaded.precision is Precision.FP32:
@@ -182,41 +207,37 @@ class Attempts:
             graph = quantized
         elif dialect is Dialect.ORT and Way.GELU in variant.ways:
             graph = self._approximated(variant, graph)
-        workspace = self.plan.workspace_mib
-        source = Source(
-            self.loaded.signature,
-            {MODEL: graph},
-            shapes=self.plan.shapes,
-            workspace_bytes=workspace * 2**20 if workspace is not None else None,
-        )
-        if variant.precision is not Precision.FP16:
-            return source
-        guarded = self._guarded(variant, source)
-        # OpenVINO and TensorRT make their own.
-        is_ours = dialect is Dialect.ORT_CUDA and self.loaded.precision is Precision.FP32
-        return self._halved(variant, guarded) if is_ours else guarded
+        return graph
 
-    def _of_quantizers(self, variant: Variant) -> Source:
-        """The module with its quantizers, exported and taken through the passes that the original went through."""
-        from hasten.builder.quantized import export_quantized
+    def _of_quantizers(self, variant: Variant) -> Path:
+        """The module with quantizers, exported and taken through the passes that the original went through."""
+        from hasten.builder.quantized import HALF_SCALES, as_given, calibrated, export_quantized
 
         assert isinstance(self.loaded, LoadedModel)
         _, folder = self._folders(variant)
         folder.mkdir()
-        exported = folder / "model.onnx"
-        export_quantized(self.loaded, self.quantized, exported)
-        made, signature = [variant.name], self.loaded.signature
-        graphs = apply_passes(
-            exported,
-            folder,
-            self.loaded.config,
-            external_data=is_large(exported),
-            pads_left=signature.pads_left,
-            made={Dialect.ORT: made},
-        )
-        self.passes.append(record("export", None, exported, variants=made, notes=["with the module's quantizers"]))
-        self.passes += [done for done in graphs.passes if done.variants]
-        return Source(signature, {MODEL: graphs.by_dialect()[Dialect.ORT]})
+        exported, made = folder / "model.onnx", [variant.name]
+        if self.quantized is not None:
+            module, note = as_given(self.loaded, self.quantized), "with the module's quantizers"
+        else:
+            rows = self._calibration
+            module, note = calibrated(self.loaded, rows), f"with quantizers, calibrated on {len(rows.rows)} rows"
+        if dialect_of(variant) is Dialect.ONNX:
+            export_quantized(self.loaded, module, exported, HALF_SCALES)
+            _, graph, passes = apply_plain(exported, folder, external_data=is_large(exported), made=made)
+        else:
+            export_quantized(self.loaded, module, exported)
+            graphs = apply_passes(
+                exported,
+                folder,
+                self.loaded.config,
+                external_data=is_large(exported),
+                pads_left=self.loaded.signature.pads_left,
+                made={Dialect.ORT: made},
+            )
+            graph, passes = graphs.fused, [done for done in graphs.passes if done.variants]
+        self.passes += [record("export", None, exported, variants=made, notes=[note]), *passes]
+        return graph
 
     def _approximated(self, variant: Variant, graph: Path) -> Path:
         """In fp32, with GELU by its cheaper formula: held to the same bound as any fp32."""

@@ -41,7 +41,7 @@ from hasten.measure.fault import find_fault, is_finite
 from hasten.measure.rows import SAMPLE, Rows, check_rows, choose_rows, naming
 from hasten.measure.verify import Expectation, expect
 from hasten.predictor import Predictor
-from hasten.quantize.ways import OF_QUANTIZERS
+from hasten.quantize.ways import is_of_quantizers
 
 logger = logging.getLogger("hasten")
 
@@ -96,7 +96,8 @@ class _Build(Staged):
             notes += _kind_notes(model, loaded)
             if self.quantized is not None:
                 self._check_quantized(loaded)
-                notes.append(f"in float: its quantizers make {OF_QUANTIZERS}")
+                own = ", ".join(one.name for one in self._tried if is_of_quantizers(one))
+                notes.append(f"in float: its quantizers make {own or 'nothing'}")
 
         with self.stage("reference") as notes:
             chosen = self._choose_rows(loaded)
@@ -212,8 +213,11 @@ class _Build(Staged):
 
     def _made_from(self, dialect: Dialect) -> list[str]:
         """The contenders that start from the original's graph in this dialect."""
-        names = [name for name in (*self.about.contenders, *self.about.further) if name != OF_QUANTIZERS.name]
-        return [name for name in names if dialect_of(Variant.parse(name)) is dialect]
+        return [one.name for one in self._tried if not is_of_quantizers(one) and dialect_of(one) is dialect]
+
+    @property
+    def _tried(self) -> list[Variant]:
+        return [Variant.parse(name) for name in (*self.about.contenders, *self.about.further)]
 
     def _folder(self, name: str) -> Path:
         folder = self.work / name
@@ -222,9 +226,8 @@ class _Build(Staged):
 
     def _choose_rows(self, loaded: Original) -> Rows:
         """Rows are set aside for calibration only where something is calibrated."""
-        names = (*self.about.contenders, *self.about.further)
         is_whole = loaded.precision is Precision.FP32
-        is_needed = is_whole and any(self.given.calibrates(Variant.parse(name)) for name in names)
+        is_needed = is_whole and any(map(self.given.calibrates, self._tried))
         return choose_rows(loaded.task, self.given.data, self.given.calibration, is_needed=is_needed)
 
     def _load(self, model: ModelDirectory) -> Original:

@@ -20,7 +20,13 @@ OPSET = 17
 IR_VERSION = 8
 
 
-def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERNAL_DATA_BYTES) -> None:
+def export(
+    loaded: LoadedModel,
+    file: Path,
+    *,
+    external_data_bytes: int = EXTERNAL_DATA_BYTES,
+    versions: tuple[int, int] = (OPSET, IR_VERSION),
+) -> None:
     """Trace the module on a ragged example; what tracing could have frozen, `check_graph` finds."""
     try:
         import onnx
@@ -31,6 +37,7 @@ def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERN
     from hasten.builder.head import example
 
     module, signature = loaded.module, loaded.signature
+    opset, ir_version = versions
     names = [spec.name for spec in signature.inputs]
     feeds = example(names, loaded.tokenizer.pad_id, signature.mask_id, pads_left=signature.pads_left)
     axes = {
@@ -41,12 +48,12 @@ def export(loaded: LoadedModel, file: Path, *, external_data_bytes: int = EXTERN
     with quiet_libraries(), _attention(module.model, "eager"), torch.inference_mode():
         module.has_additive_mask = _takes_additive_mask(module, feeds)
         try:
-            graph, size_bytes = trace(module, feeds, [spec.name for spec in signature.outputs], axes, opset=OPSET)
+            graph, size_bytes = trace(module, feeds, [spec.name for spec in signature.outputs], axes, opset=opset)
         except StageError as error:
             raise StageError(f"{loaded.config.model_type} does not export to ONNX: {error.message}") from error
         finally:
             module.has_additive_mask = False
-    graph.ir_version = IR_VERSION
+    graph.ir_version = ir_version
     onnx.save_model(
         graph,
         file,

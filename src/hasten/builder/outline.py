@@ -24,7 +24,7 @@ from hasten.measure.data import Data, check_columns, read_data
 from hasten.measure.rows import check_calibration, check_rows, naming, set_aside
 from hasten.measure.writing import check_gate
 from hasten.quantize.recipe import Method, Recipe, read_recipe
-from hasten.quantize.ways import OF_QUANTIZERS, needs_calibration
+from hasten.quantize.ways import ENGINE_OF_QUANTIZERS, OF_QUANTIZERS, is_of_quantizers, needs_calibration
 from hasten.tasks import AnyTask
 
 
@@ -59,11 +59,14 @@ class Given:
     data: Data | None
     calibration: Data | None
     recipe: Recipe | None
+    # Whether the model comes with quantizers in it, which know their ranges.
+    has_quantizers: bool = False
 
     def calibrates(self, variant: Variant) -> bool:
         """Whether making a variant takes rows: a recipe carries all that was found, but for NNCF's."""
         is_found = self.recipe is not None and self.recipe.method is not Method.NNCF
-        return not is_found and needs_calibration(variant)
+        is_known = self.has_quantizers and is_of_quantizers(variant)
+        return not is_found and not is_known and needs_calibration(variant)
 
 
 def look(
@@ -77,6 +80,7 @@ def look(
         # It needs no labels, so those of the columns may be missing.
         read_data(plan.calibration, plan.columns, may_lack_columns=True) if plan.calibration is not None else None,
         read_recipe(Path(plan.recipe)) if plan.recipe is not None else None,
+        has_quantizers,
     )
     model = find_model(plan, with_weights=False, directory=directory)
     if (writing := find_writing(model, plan)) is not None:
@@ -96,6 +100,11 @@ def look(
             f"{OF_QUANTIZERS} is made by quantizers in the module, and {model.id} has none",
             hint="hasten.build(model, tokenizer=…) with a model that was made inside qdq.patched()",
         )
+    if baseline == GRAPH and ENGINE_OF_QUANTIZERS in wanted:
+        raise UnsupportedError(
+            f"{ENGINE_OF_QUANTIZERS} is made by quantizers in a PyTorch module, and {model.id} comes as an ONNX graph",
+            hint="give the model the graph was made from",
+        )
     task = detect_task(model, plan)
     notes = _check_given(given, plan, model, task)
     if baseline == MODULE:  # a graph may come quantized
@@ -114,7 +123,7 @@ def look(
     if not plan.variants and given.recipe is None:
         if has_quantizers and device == OF_QUANTIZERS.device:
             wanted.append(OF_QUANTIZERS)
-        further, others = _further(wanted, given, came_in)
+        further, others = _further(wanted, given, came_in, baseline)
         unavailable += others
         wanted, further = (_of_precision(variants, plan) for variants in (wanted, further))
         if not wanted and not further:
@@ -122,8 +131,9 @@ def look(
                 f"nothing that is tried on the {device} here computes in {plan.precision}",
                 hint="--dry-run without --precision lists what is",
             )
-    if has_quantizers and OF_QUANTIZERS not in wanted:
-        notes += (f"the quantizers of {model.id} are not used: {OF_QUANTIZERS} is not among what is tried",)
+    if has_quantizers and not any(map(is_of_quantizers, (*wanted, *further))):
+        made = OF_QUANTIZERS if device == OF_QUANTIZERS.device else ENGINE_OF_QUANTIZERS
+        notes += (f"the quantizers of {model.id} are not used: {made} is not among what is tried",)
     if given.calibration is not None and not _calibrated((*wanted, *further), given, came_in):
         notes += ("--calibration is not used: nothing that is tried is calibrated",)
     names, later = (tuple(variant.name for variant in variants) for variants in (wanted, further))
@@ -165,9 +175,13 @@ def _came_in(model: ModelDirectory) -> Precision:
     return found if found in (Precision.INT8, Precision.INT4) else Precision.FP32
 
 
-def _further(wanted: Sequence[Variant], given: Given, came_in: Precision) -> tuple[list[Variant], list[Candidate]]:
+def _further(
+    wanted: Sequence[Variant], given: Given, came_in: Precision, baseline: str
+) -> tuple[list[Variant], list[Candidate]]:
     """What is tried beyond what backends offer, and what is not, with the reason."""
     further, others = ladder(wanted, this_machine())
+    if baseline == GRAPH:  # quantizers have no module to stand in
+        further = [variant for variant in further if not is_of_quantizers(variant)]
     refused, reason = _not_calibrated(further, given, came_in), _too_few(given)
     if came_in is not Precision.FP32:
         refused, reason = further, f"the graph that was given is in {came_in} already"

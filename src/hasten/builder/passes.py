@@ -43,16 +43,11 @@ def apply_passes(
     made: Mapping[Dialect, Sequence[str]] | None = None,
 ) -> Graphs:
     """Each pass writes into a folder of its own; `made` names the variants that start from each dialect."""
-    names = ("folded", "plain", "whole", "pruned", "fused")
-    folded, plain, whole, pruned, fused = (work / name / exported.name for name in names)
-    for file in (folded, plain, whole, pruned, fused):
-        file.parent.mkdir()
     onnx, ort, cuda = ((made or {}).get(dialect, ()) for dialect in (Dialect.ONNX, Dialect.ORT, Dialect.ORT_CUDA))
-    is_folded = fold_types(exported, folded, external_data=external_data)
-    notes = ("token types folded into the words",) if is_folded else ("no token types to fold",)
-    passes = [record("fold", exported, folded, variants=[*onnx, *ort, *cuda], notes=notes)]
-    pruning = prune(folded, plain, external_data=external_data)
-    passes.append(record("prune", folded, plain, variants=onnx, notes=pruning.notes()))
+    folded, plain, passes = apply_plain(exported, work, external_data=external_data, made=onnx, others=[*ort, *cuda])
+    whole, pruned, fused = (work / name / exported.name for name in ("whole", "pruned", "fused"))
+    for file in (whole, pruned, fused):
+        file.parent.mkdir()
     # Fused first and pruned then: fusion knows attention only while queries, keys and values have the same rows.
     fusions = fuse(folded, whole, config, external_data=external_data, pads_left=pads_left)
     passes.append(record("fuse", folded, whole, variants=[*ort, *cuda], notes=fusions.notes(), left=fusions.left))
@@ -62,6 +57,21 @@ def apply_passes(
     apart = [f"{count} norms apart from what is added before them"] if count else []
     passes.append(record("split norms", pruned, fused, variants=ort, notes=apart))
     return Graphs(plain, fused, pruned, tuple(passes))
+
+
+def apply_plain(
+    exported: Path, work: Path, *, external_data: bool, made: Sequence[str], others: Sequence[str] = ()
+) -> tuple[Path, Path, list[Pass]]:
+    """Those that every ONNX backend goes by: the graph that others are fused from, and the plain one."""
+    folded, plain = (work / name / exported.name for name in ("folded", "plain"))
+    for file in (folded, plain):
+        file.parent.mkdir()
+    is_folded = fold_types(exported, folded, external_data=external_data)
+    notes = ("token types folded into the words",) if is_folded else ("no token types to fold",)
+    passes = [record("fold", exported, folded, variants=[*made, *others], notes=notes)]
+    pruning = prune(folded, plain, external_data=external_data)
+    passes.append(record("prune", folded, plain, variants=made, notes=pruning.notes()))
+    return folded, plain, passes
 
 
 def record(

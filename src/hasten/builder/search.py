@@ -14,7 +14,7 @@ from hasten.core.progress import Progress, step
 from hasten.core.report import Candidate, Status, Verdict
 from hasten.core.variant import CUDA, Support, Variant
 from hasten.quantize.recipe import Method
-from hasten.quantize.ways import is_quantized, method_of, with_kept
+from hasten.quantize.ways import ENGINE_OF_QUANTIZERS, is_quantized, method_of, with_kept
 
 # What is tried beyond what a backend offers by itself: first what pays, the cheapest to make before the dearest …
 LADDER = {
@@ -25,6 +25,7 @@ LADDER = {
     ),
     "openvino": ("openvino-int8",),
     "fused": ("fused-fp8@cuda", "fused-fp8+gelu@cuda", "fused-fp8+gelu+fast@cuda", "fused-int8@cuda"),
+    "tensorrt": (ENGINE_OF_QUANTIZERS.name,),
 }
 # … then what seldom does.
 _LAST = {

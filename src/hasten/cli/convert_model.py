@@ -22,6 +22,7 @@ _TASKS = {"classification": "text-classification", "embedding": "sentence-simila
 _WRITING = {"gpt": "text-generation", "t5": "text2text-generation"}
 _FP32 = ("onnxruntime-fp32",)
 _TENSORRT = ("tensorrt-fp16@cuda",)
+_TENSORRT_INT8 = ("tensorrt-int8+qdq@cuda",)
 # Dynamic quantization as it comes, and in the way that keeps most of the answers.
 _INT8 = ("onnxruntime-int8", "onnxruntime-int8+attention+smooth+split")
 _ON_GPU = ("onnxruntime-fp32@cuda", "onnxruntime-fp16@cuda")
@@ -154,7 +155,8 @@ def _refuse(args: argparse.Namespace) -> None:
 
 def _refuse_on_gpu(args: argparse.Namespace) -> None:
     if args.quantization:
-        raise PlanError("int8 is for processors here, and --device is cuda", hint="leave -q out, or -d cpu")
+        hint = "leave -d out, and it is for the CPU" if "tensorrt" in args.backend else "leave -q out, or -d cpu"
+        raise PlanError("int8 of the backend onnx is for processors, and --device is cuda", hint=hint)
     support = _support(_ON_GPU[0])
     if not support.ok:
         reason = f"the backend onnx does not run on 'cuda' here: {support.reason}"
@@ -170,12 +172,10 @@ def _device(args: argparse.Namespace) -> str | None:
 def _refuse_tensorrt(args: argparse.Namespace) -> None:
     if args.runtime == "python":
         raise UnsupportedError("--runtime python does not run TensorRT", hint="leave --runtime or tensorrt out")
-    support = _support(_TENSORRT[0])
+    support = _support((_TENSORRT_INT8 if args.quantization else _TENSORRT)[0])
     if not support.ok:
         hint = support.hint or "--backend onnx"
         raise UnsupportedError(f"the backend tensorrt does not run here: {support.reason}", hint=hint)
-    if args.quantization:
-        raise UnsupportedError("hasten makes no int8 graphs for TensorRT", hint="leave -q or tensorrt out")
 
 
 def _support(name: str) -> Support:
@@ -200,7 +200,8 @@ def _order(args: argparse.Namespace) -> Order:
 
     batch = Range.of("--batch-size", tuple(args.batch_size))
     sequence = Range.of("--seq-len", tuple(args.seq_len))
-    tensorrt = _TENSORRT if "tensorrt" in args.backend else ()
+    # What may be refused comes first: an engine takes minutes.
+    tensorrt = (*(_TENSORRT_INT8 if args.quantization else ()), *_TENSORRT) if "tensorrt" in args.backend else ()
     on_device = _ON_GPU if args.device == "cuda" else (*_FP32, *(_INT8 if args.quantization else ()))
     onnx = on_device if "onnx" in args.backend else ()
     task = _WRITING.get(args.generative_model or "", _TASKS.get(args.task, args.task))

@@ -197,7 +197,9 @@ def _deployed(bundle: Bundle, atol: float, backend: str) -> VariantEntry:
     if not found:
         raise AccuracyError(
             "quantized to int8 it does not answer like the original",
-            hint="without -q it is deployed in fp32; hasten build searches more ways to quantize",
+            hint="without -q it is deployed in fp16; --min-agreement opens the gate wider"
+            if backend == TENSORRT
+            else "without -q it is deployed in fp32; hasten build searches more ways to quantize",
             candidates=bundle.report.candidates,
         )
     nearest = min(found, key=lambda entry: entry.agreement.max_error)

@@ -27,8 +27,10 @@ class Way(StrEnum):
     QDQ = "qdq"  # by the quantizers that stand in the module itself
 
 
-# The one variant that quantizers in a module make, which no graph and no recipe could.
+# What quantizers in a module make, which no graph and no recipe could: from one that was given with them …
 OF_QUANTIZERS = Variant("onnxruntime", Precision.INT8, ways=(Way.QDQ,))
+# … and from any that they can be put into: it is the only int8 that is made for TensorRT.
+ENGINE_OF_QUANTIZERS = Variant("tensorrt", Precision.INT8, CUDA, (Way.QDQ,))
 _CALIBRATORS = {Way(calibrator.value): calibrator for calibrator in Calibrator}
 # Words that are about ONNX Runtime's graphs, or about its products in bytes.
 _NOT_FOR = {Method.NNCF: tuple(Way), Method.BLOCKS: (Way.ATTENTION,)}
@@ -66,8 +68,10 @@ def check_ways(variant: Variant) -> None:
             raise PlanError(f"'{variant}': {useless} is nothing that {variant.backend} can do")
         return
     if Way.QDQ in variant.ways:
-        if variant != OF_QUANTIZERS:
-            raise PlanError(f"'{variant}': quantizers in a module make {OF_QUANTIZERS} and nothing else")
+        if variant not in (OF_QUANTIZERS, ENGINE_OF_QUANTIZERS):
+            raise PlanError(
+                f"'{variant}': quantizers in a module make {OF_QUANTIZERS}, {ENGINE_OF_QUANTIZERS} and nothing else"
+            )
         return
     if len([word for word in variant.ways if word in (*_CALIBRATORS, Way.BLOCKS)]) > 1:
         raise PlanError(
@@ -89,7 +93,7 @@ def check_recipe(recipe: Recipe) -> None:
     check_ways(variant)
     if not is_quantized(variant):
         raise PlanError(f"the recipe is for {variant}, which is not quantized")
-    if is_by_itself(variant) or variant == OF_QUANTIZERS:
+    if is_by_itself(variant) or is_of_quantizers(variant):
         raise PlanError(f"the recipe is for {variant}, which is made without one")
     if recipe.method is not method_of(variant):
         raise PlanError(f"the recipe's method is {recipe.method}, and {variant} is made by {method_of(variant)}")
@@ -110,6 +114,10 @@ def is_by_itself(variant: Variant) -> bool:
     return variant.precision in precisions
 
 
+def is_of_quantizers(variant: Variant) -> bool:
+    return Way.QDQ in variant.ways
+
+
 def method_of(variant: Variant) -> Method:
     if variant.backend == "openvino":
         return Method.NNCF
@@ -126,7 +134,7 @@ def needs_calibration(variant: Variant) -> bool:
     """Whether making it takes rows: to find ranges, outliers, or what may stay in float."""
     if not is_quantized(variant):
         return False
-    if is_by_itself(variant):
+    if is_by_itself(variant) or variant == ENGINE_OF_QUANTIZERS:
         return True
     is_found = bool(kept_products(variant)) or any(way in variant.ways for way in (Way.SMOOTH, Way.SPLIT))
     return is_found or method_of(variant) in (Method.STATIC, Method.NNCF)

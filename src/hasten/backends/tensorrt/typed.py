@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +33,14 @@ _MOVING = (
 _ELEMENTWISE = ("Add", "Clip", "Div", "Max", "Min", "Mul", "Neg", "Sub", "Where")
 _ACTIVATIONS = ("Erf", "Gelu", "LeakyRelu", "Relu", "Sigmoid", "Tanh")
 _LOOKING_UP = ("Gather", "GatherElements", "GatherND")
+_PAIR = ("QuantizeLinear", "DequantizeLinear")
 # What may be computed in half precision; everything else, sums, norms and softmax among it, stays in fp32.
-_NARROW = {*_PRODUCTS, *_MOVING, *_ELEMENTWISE, *_ACTIVATIONS, *_LOOKING_UP, "Einsum"}
+_NARROW = {*_PRODUCTS, *_MOVING, *_ELEMENTWISE, *_ACTIVATIONS, *_LOOKING_UP, *_PAIR, "Einsum"}
+# Since when scales may be in half precision. What is dequantized has its scale's type: with fp32's, products behind it
+# would be of fp32, or a cast between the two would take them out of eight bits.
+_HALF_SCALES = 19
+# How far a scale may move when it is rounded: half a step at the end of eight bits.
+_SCALE_TOLERANCE = 1 / 256
 # With these go the operators beside them: a norm that is written out loses as much in its subtraction as in its sum.
 _SUMS = ("Pow", "Reciprocal", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare", "Sqrt")
 # With softmax goes what is added to the scores before it, which may be a mask's minus infinity; and with what makes
@@ -44,7 +50,7 @@ _THROUGH = {*_ELEMENTWISE, *_MOVING, *_SUMS, "Abs", "Ceil", "Exp", "Floor", "Log
 
 
 def write_typed(graph: Path, target: Path, precision: Precision, beyond: frozenset[str] = frozenset()) -> Precision:
-    """The graph with the types of a precision, and the shapes of its tensors; a quantized one keeps its types.
+    """The graph with the types of a precision, and the shapes of its tensors; fp16 beside what comes quantized.
 
     What its products are in by then is returned: of a graph whose values are all beyond fp16, that is fp32.
     """
@@ -56,7 +62,8 @@ def write_typed(graph: Path, target: Path, precision: Precision, beyond: frozens
         raise StageError(f"{graph} is not an ONNX graph: {error}") from error
     if foreign := [node.op_type for node in model.graph.node if node.domain not in _OWN or node.op_type in _INTEGER]:
         raise StageError(
-            f"TensorRT has no operator {foreign[0]}", hint="quantized graphs come with QuantizeLinear, DequantizeLinear"
+            f"TensorRT has no operator {foreign[0]}",
+            hint="quantized graphs come with QuantizeLinear, DequantizeLinear: tensorrt-int8+qdq@cuda makes one",
         )
     found = stored_in(model)
     expected = Precision.FP32 if precision in HALVES else precision
@@ -64,14 +71,25 @@ def write_typed(graph: Path, target: Path, precision: Precision, beyond: frozens
         raise StageError(f"a graph with {found} weights does not become one in {precision}")
     _settle(model)
     _add_shapes(model)
-    if precision in HALVES:
-        retype(model, precision, beyond)
+    if (half := _half_of(model, precision)) is not None:
+        retype(model, half, beyond)
     try:
         _write(model, target)
         onnx.checker.check_model(target, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise StageError(f"the graph cannot be typed in {precision}: {error}") from error
     return stored_in(model)
+
+
+def _half_of(model: ModelProto, precision: Precision) -> Precision | None:
+    """What is computed in beside fp32; nothing where scales can be in nothing else."""
+    if precision in HALVES:
+        return precision
+    return Precision.FP16 if precision is not Precision.FP32 and _opset(model) >= _HALF_SCALES else None
+
+
+def _opset(model: ModelProto) -> int:
+    return int(next(entry.version for entry in model.opset_import if entry.domain in _OWN))
 
 
 def stored_in(model: ModelProto) -> Precision:
@@ -121,7 +139,7 @@ class _Retyping:
 
         self.graph: GraphProto = model.graph
         self.nodes: list[NodeProto] = list(model.graph.node)
-        self.opset = next(entry.version for entry in model.opset_import if entry.domain in _OWN)
+        self.opset = _opset(model)
         self.word, self.limit, self.beyond = precision.value, HALVES[precision], beyond
         self.wide = int(TensorProto.FLOAT)
         self.half = int(TensorProto.FLOAT16 if precision is Precision.FP16 else TensorProto.BFLOAT16)
@@ -200,7 +218,8 @@ class _Retyping:
                 readers[name].append(place)
         inner = {name for node in self.nodes for branch in _branches(node) for name in _read_in(branch)}
         large = {name for name, tensor in self.weights.items() if _largest(tensor) > self.limit}
-        kept = inner | large | self.beyond
+        scales = self.weights.keys() & {node.input[1] for node in self.nodes if node.op_type in _PAIR}
+        kept = inner | large | self.beyond | {name for name in scales if not self._holds(self.weights[name])}
         stays = set()
         for place, node in enumerate(self.nodes):
             if not kept.isdisjoint((*node.input, *node.output)) or not self._is_narrow(node):
@@ -221,7 +240,38 @@ class _Retyping:
                 if before is not None and name in self.floats and self.nodes[before].op_type in _THROUGH:
                     stays.add(before)
                     waiting.append(before)
+        links, waiting = self._links(makers), list(stays)
+        while waiting:
+            found = [other for other in links[waiting.pop()] if other not in stays]
+            stays.update(found)
+            waiting += found
         return stays
+
+    def _links(self, makers: Mapping[str, int]) -> defaultdict[int, list[int]]:
+        """The places of pairs, what moves their values, and who computes with them: all of one type, both ways.
+
+        A cast among them would leave the product to be computed in float.
+        """
+        links: defaultdict[int, list[int]] = defaultdict(list)
+        carried: set[str] = set()
+        for place, node in enumerate(self.nodes):
+            taken = carried.intersection(node.input) if node.op_type in _NARROW else ()
+            for name in taken:
+                links[place].append(makers[name])
+                links[makers[name]].append(place)
+            if node.op_type in _PAIR or (taken and node.op_type in _MOVING):
+                carried.update(node.output)
+        return links
+
+    def _holds(self, scale: Any) -> bool:
+        """Whether scales, which are small numbers, stay what they are in half precision."""
+        import numpy as np
+        from onnx import helper, numpy_helper
+
+        values = numpy_helper.to_array(scale)
+        with np.errstate(over="ignore"):
+            rounded = values.astype(helper.tensor_dtype_to_np_dtype(self.half)).astype(np.float32)
+        return bool((np.abs(rounded - values) <= _SCALE_TOLERANCE * np.abs(values)).all())
 
     def _is_scaling(self, place: int) -> bool:
         """Whether it multiplies by a weight, or adds one."""
@@ -229,8 +279,8 @@ class _Retyping:
         return node.op_type in ("Add", "Mul") and not self.weights.keys().isdisjoint(node.input)
 
     def _is_delicate(self, node: NodeProto) -> bool:
-        """Whether what leads to it stays in fp32 with it."""
-        return node.op_type in _SOFTMAX or self.floats.isdisjoint(node.output)
+        """Whether what leads to it stays in fp32 with it; what is quantized is rounded coarser than in fp16."""
+        return node.op_type in _SOFTMAX or (self.floats.isdisjoint(node.output) and node.op_type not in _PAIR)
 
     def _is_narrow(self, node: NodeProto) -> bool:
         """Whether it may be computed in half precision, by us and by the version of ONNX the graph is written in."""
