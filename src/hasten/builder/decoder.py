@@ -150,15 +150,19 @@ def places(input_ids: torch.Tensor, seqlens_k: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def attention(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
     """Ours for a while. A name that no mask is known for is given none: lengths say what may be seen."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, PreTrainedModel
 
-    before = model.config._attn_implementation
+    # T5's encoder and decoder have configurations of their own, which older transformers leave as they are.
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    before = [part.config._attn_implementation for part in parts]
     AttentionInterface.register(_NAME, attend)
-    model.set_attn_implementation(_NAME)
+    for part in parts:
+        part.set_attn_implementation(_NAME)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        for part, name in zip(parts, before, strict=True):
+            part.set_attn_implementation(name)
 
 
 @contextmanager

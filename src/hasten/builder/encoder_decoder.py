@@ -174,7 +174,7 @@ class _Kept(Cache):
         self._kept += [key_states, value_states]
         return key_states, value_states
 
-    def get_seq_length(self, *_: Any) -> int:
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
         return 0
 
 
@@ -187,7 +187,7 @@ class _Caches(EncoderDecoderCache):
         self.cross_attention_cache.layers = [SimpleNamespace(keys=key, values=value) for key, value in known]
         self.is_updated = dict.fromkeys(range(len(known)), True)
 
-    def get_seq_length(self, *_: Any) -> int:
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
         return 0
 
 
