@@ -16,7 +16,9 @@ from hasten.backends import DECODER, ENCODER, Artifact, RunOptions
 from hasten.backends.onnxruntime import stored_precision
 from hasten.backends.onnxruntime.cuda_decoder import CudaDecoder, check_decoder_placements
 from hasten.builder.inspect import inspect
+from hasten.builder.outline import outline
 from hasten.bundle import Bundle
+from hasten.core.plan import Plan
 from hasten.core.tensors import Signature
 from hasten.core.variant import Precision, Support, Variant
 from hasten.generation.generator import Generator, open_decoder
@@ -163,7 +165,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     with pytest.MonkeyPatch.context() as patch, untimed():
         _pretend(patch)
         model = tiny_writers.save("gpt2", folder / "model")
-        return hasten.build(model, folder / "bundle", device="cuda", min_agreement=0.8, keep="all", threads=1)
+        return hasten.build(model, folder / "bundle", min_agreement=0.8, keep="all", threads=1)
 
 
 def _pretend(patch: pytest.MonkeyPatch) -> None:
@@ -239,6 +241,20 @@ def test_served_and_as_a_class_of_transformers(bundle: Bundle, monkeypatch: pyte
     found = model.generate(ids, max_new_tokens=8, do_sample=False)
     assert found.shape[1] > ids.shape[1]
     model.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "device"),
+    [({}, "cuda"), ({"precision": "int8"}, "cuda"), ({"precision": "fp32"}, "cpu"), ({"device": "cpu"}, "cpu")],
+    ids=["by itself", "in what both have", "in what processors have", "asked for"],
+)
+def test_a_gpu_is_taken_where_there_is_one(
+    bundle: Bundle, options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan = Plan(bundle.manifest.model.id, **options)
+    assert outline(plan, tmp_path / "bundle").device == "cpu"
+    _pretend(monkeypatch)
+    assert outline(plan, tmp_path / "bundle").device == device
 
 
 def test_what_a_gpu_cannot_do_is_refused_in_a_line(

@@ -265,10 +265,7 @@ def _offered_to_write(plan: Plan, device: str) -> list[str]:
 
 
 def _device_of_writer(plan: Plan) -> str:
-    """The plan's, or the processor unless a precision is asked for that only a GPU has.
-
-    Where a GPU is there it is not taken by itself, as it is for encoders, until models have written on one.
-    """
+    """The plan's, or as for encoders a GPU that is there; but not for a precision that only processors have."""
     if plan.variants:
         return CUDA if CUDA in [Variant.parse(name).device for name in plan.variants] else CPU
     support = BACKENDS.get(_WRITER).probe(this_machine(), _HALF)
@@ -277,5 +274,5 @@ def _device_of_writer(plan: Plan) -> str:
             f"--device cuda needs a GPU that ONNX Runtime can use: {support.reason}",
             hint=support.hint or "--device cpu",
         )
-    is_for_gpus = plan.precision in _WRITTEN[CUDA] and plan.precision not in _WRITTEN[CPU]
+    is_for_gpus = plan.precision in (None, *_WRITTEN[CUDA])
     return CUDA if plan.device == CUDA or (plan.device is None and is_for_gpus and support.ok) else CPU
