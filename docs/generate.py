@@ -363,7 +363,15 @@ def _gpu() -> str:
     cells = [f"{stream['ms'][lane]:.0f} ms" for lane in GPU_LANES]
     rows.append(f"| {stream['model']}, {stream['texts']} texts of all lengths | {' | '.join(cells)} |")
     gpu = results["machine"]["gpus"][0]["name"]
+    served = json.loads((RESULTS / "serving_gpu.json").read_text(encoding="utf-8"))
+    alone = {(row["tokens"], row["lane"]): row["p50_ms"] for row in served["alone"]}
     rows += [
+        "",
+        f"Text in, answer out, over HTTP: the SST-2 model (MiniLM-L6) in `{served['variant']}` answers a lone client in "
+        f"{alone[16, 'HTTP JSON']:.2f} ms (median) for 16 tokens and {alone[128, 'HTTP JSON']:.2f} ms for 128 "
+        f"({alone[16, 'HTTP binary']:.2f} and {alone[128, 'HTTP binary']:.2f} ms with binary tensors, "
+        f"{alone[16, 'in process']:.2f} and {alone[128, 'in process']:.2f} ms in process). "
+        "[Result file](benchmarks/results/serving_gpu.json), repeated by `benchmarks/serving/gpu.py`.",
         "",
         "fp16, unless it says otherwise. "
         f"Random weights; for who pads the texts were sorted, in batches of 32. {gpu}, CUDA {results['cuda']}, Triton "

@@ -156,8 +156,9 @@ def open_graph(
     if device != CUDA:
         return onnxruntime.InferenceSession(graph, settings(1, profile), providers=[CPU_PROVIDER])
     load_libraries()
-    # Its products would be in TF32 otherwise, which is no fp32.
-    about = {"device_id": "0", "use_tf32": "0", "arena_extend_strategy": "kSameAsRequested", **(more or {})}
+    # Its products would be in TF32 otherwise, which is no fp32. The first GPU goes without saying: named, ONNX Runtime
+    # looks for a provider of another kind first, and warns of every session that there is none.
+    about = {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested", **(more or {})}
     providers = [(CUDA_PROVIDER, about), CPU_PROVIDER]
     return onnxruntime.InferenceSession(graph, settings(1, profile), providers=providers, enable_fallback=0)
 
