@@ -367,8 +367,8 @@ def _gpu() -> str:
     alone = {(row["tokens"], row["lane"]): row["p50_ms"] for row in served["alone"]}
     rows += [
         "",
-        f"Text in, answer out, over HTTP: the SST-2 model (MiniLM-L6) in `{served['variant']}` answers a lone client in "
-        f"{alone[16, 'HTTP JSON']:.2f} ms (median) for 16 tokens and {alone[128, 'HTTP JSON']:.2f} ms for 128 "
+        f"Text in, answer out, over HTTP: the SST-2 model (MiniLM-L6) in `{served['variant']}` answers a lone client "
+        f"in {alone[16, 'HTTP JSON']:.2f} ms (median) for 16 tokens and {alone[128, 'HTTP JSON']:.2f} ms for 128 "
         f"({alone[16, 'HTTP binary']:.2f} and {alone[128, 'HTTP binary']:.2f} ms with binary tensors, "
         f"{alone[16, 'in process']:.2f} and {alone[128, 'in process']:.2f} ms in process). "
         "[Result file](benchmarks/results/serving_gpu.json), repeated by `benchmarks/serving/gpu.py`.",
