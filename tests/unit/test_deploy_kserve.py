@@ -226,6 +226,12 @@ def test_a_gpu_is_asked_for(deploy: Any, words: str, tmp_path: Path) -> None:
         assert pod["containers"][0]["image"].endswith("-gpu")
 
 
+def test_what_runs_on_a_gpu_at_once_are_batches(on_gpu: Bundle, deploy: Any) -> None:
+    timed = on_gpu.report.bench.timings[0].shape.batch
+    # Ten that wait, and a batch for each of two sessions.
+    assert predictor(deploy("--mode", "knative"))["scaleTarget"] == 10 + 2 * timed
+
+
 def test_tritonserver_on_gpus_is_sized_for_what_it_runs_there(
     on_gpu: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

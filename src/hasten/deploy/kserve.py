@@ -219,7 +219,7 @@ def _scaling(pod: Pod, service: Service) -> dict[str, object]:
         return {"autoScaling": {"metrics": [{"type": "External", "external": {"metric": metric, "target": target}}]}}
     if service.mode is Mode.KNATIVE:
         # Those that wait, and those that run.
-        return {"scaleMetric": "concurrency", "scaleTarget": pod.target_waiting + pod.cores}
+        return {"scaleMetric": "concurrency", "scaleTarget": pod.target_waiting + pod.running}
     return {"scaleMetric": "cpu", "scaleTarget": _CPU_PERCENT}
 
 
@@ -227,7 +227,7 @@ def _scales_by(pod: Pod, service: Service) -> str:
     if service.prometheus:
         return pod.queue_limit
     if service.mode is Mode.KNATIVE:
-        return f"over {pod.target_waiting + pod.cores} requests under way a pod"
+        return f"over {pod.target_waiting + pod.running} requests under way a pod"
     return f"over {_CPU_PERCENT} % of the CPU in use"
 
 

@@ -119,6 +119,8 @@ class Pod:
     load_s: float
     # Sentences a second of the benchmark's usual shape, on as many cores or on a GPU.
     per_second: float
+    # Requests that run at the same time: one a core or, on a GPU, a batch of the usual shape a session.
+    running: int
 
     @classmethod
     def of(cls, bundle: Bundle, options: PodOptions) -> Pod:
@@ -148,6 +150,7 @@ class Pod:
             memory_bytes=math.ceil(memory / _MEMORY_STEP) * _MEMORY_STEP,
             load_s=footprint.load_ms / 1e3,
             per_second=timing.sentences_per_s * (cores / timed_cores if is_on_cpu else 1),
+            running=cores if is_on_cpu else instances * timing.shape.batch,
         )
 
     @property
