@@ -489,8 +489,9 @@ def test_a_graph_of_another_precision_is_refused(precision: Precision, tmp_path:
     """What computes in int8 must not be called something else, nor the other way round."""
     with pytest.raises(StageError, match=f"int8 weights does not become one in {precision}"):
         written(quantized(INT8, from_float=False), tmp_path, precision)
-    with pytest.raises(StageError, match="fp32 weights does not become one in int8"):
+    with pytest.raises(StageError, match="fp32 weights does not become one in int8") as caught:
         written(attention(), tmp_path, Precision.INT8)
+    assert "tensorrt-fp16@cuda takes it" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("operator", ["MatMulInteger", "FusedMatMul"])

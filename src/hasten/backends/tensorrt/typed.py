@@ -63,12 +63,17 @@ def write_typed(graph: Path, target: Path, precision: Precision, beyond: frozens
     if foreign := [node.op_type for node in model.graph.node if node.domain not in _OWN or node.op_type in _INTEGER]:
         raise StageError(
             f"TensorRT has no operator {foreign[0]}",
-            hint="quantized graphs come with QuantizeLinear, DequantizeLinear: tensorrt-int8+qdq@cuda makes one",
+            hint="it takes QuantizeLinear and DequantizeLinear; tensorrt-int8+qdq@cuda is made so, from the weights",
         )
     found = stored_in(model)
     expected = Precision.FP32 if precision in HALVES else precision
     if found is not expected:
-        raise StageError(f"a graph with {found} weights does not become one in {precision}")
+        raise StageError(
+            f"a graph with {found} weights does not become one in {precision}",
+            hint="most of them stand in no product that is quantized: tensorrt-fp16@cuda takes it"
+            if found is Precision.FP32
+            else None,
+        )
     _settle(model)
     _add_shapes(model)
     if (half := _half_of(model, precision)) is not None:
