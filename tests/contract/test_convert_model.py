@@ -178,6 +178,12 @@ def test_int8_with_tensorrt(words: list[str], tmp_path: Path, capsys: pytest.Cap
     assert engines == ["Pytorch (FP32)", "TensorRT (INT8)", "ONNX Runtime (FP32)", "ONNX Runtime (optimized)"]
     assert "tensorrt-fp16@cuda" in told
     assert "tensorrt-int8+qdq@cuda is in" in told
+    assert "verified: tensorrt-int8+qdq@cuda answers" in told
+    assert "verified: onnxruntime-int8" in told
+    # A server that runs the one has a GPU, and would take it for the other too.
+    kinds = {name: (output / f"transformer_{name}_model/config.pbtxt").read_text() for name in ("tensorrt", "onnx")}
+    assert "kind: KIND_GPU" in kinds["tensorrt"]
+    assert "kind: KIND_CPU" in kinds["onnx"]
     plan = (output / "model.plan").read_bytes()
     assert plan == (output / "transformer_tensorrt_model/1/model.plan").read_bytes()
     graph = onnx.load_from_string(base64.b85decode(json.loads(plan)["graph"]))  # what an engine is here
@@ -199,6 +205,8 @@ def test_int8_that_tensorrt_cannot_be_given(
     assert "tensorrt-int8+qdq@cuda is made by quantizers in a PyTorch module" in first
     assert first.endswith("comes as an ONNX graph")
     assert hint == "  hint: give the model the graph was made from"
+    assert run([*asked, "--file-name", "model.onnx"]) == 3
+    assert "hint: leave --file-name out, or give the model" in capsys.readouterr().err
     assert run([*words, "-q", "--backend", "tensorrt", "--atol", "1e-7", "-o", str(tmp_path / "out")]) == 5
     assert "more than --atol 1e-07" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

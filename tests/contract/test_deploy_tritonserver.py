@@ -131,6 +131,16 @@ def test_a_tagger_runs_in_python(tagger_bundle: Bundle, tmp_path: Path) -> None:
     assert (tmp_path / written.model / "1" / "variant" / "model.xml").exists()
 
 
+def test_eight_bits_for_processors_are_not_left_to_the_server(
+    tiny_classifier: Any, quick_build: Any, tmp_path: Path
+) -> None:
+    """One with a GPU would put them there."""
+    bundle = quick_build(tiny_classifier("bert"), variants=["onnxruntime-int8"], min_agreement=0.0)
+    written = write(bundle, tmp_path)
+    kinds = {group.kind for name in written.names for group in config(tmp_path, name).instance_group}
+    assert kinds == {pb2.ModelInstanceGroup.KIND_CPU}
+
+
 def test_an_engine_of_tensorrt(engine_bundle: Bundle, tmp_path: Path) -> None:
     written = write(engine_bundle, tmp_path, name="mine", instances=2, max_rows=1000)
     names = ("mine_tensorrt_model", "mine_tensorrt_tokenize", "mine_tensorrt_inference")

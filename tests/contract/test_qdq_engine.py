@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import tiny
 from hasten.builder.inspect import inspect
 from hasten.builder.outline import outline
 from hasten.bundle import Bundle
-from hasten.core.errors import UnsupportedError
+from hasten.core.errors import AccuracyError, UnsupportedError
 from hasten.core.plan import Plan
 from hasten.quantize.qdq.rules import misplaced
 
@@ -183,8 +184,22 @@ def test_mask_tokens_alone_are_calibrated_on_too(tiny_model: Any, tmp_path: Path
 
 
 def test_an_architecture_that_quantizers_are_not_put_into(tiny_classifier: Any, no_leftovers: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"XLNetForSequenceClassification cannot be quantized: torch\.einsum"):
+    refusal = r"XLNetForSequenceClassification cannot be quantized: torch\.einsum"
+    with pytest.raises(UnsupportedError, match=refusal) as asked:
         hasten.build(tiny_classifier("xlnet"), no_leftovers, variants=[ENGINE, HALF], threads=1)
+    assert asked.value.hint == "in fp16 it needs no quantizers"
+    # No gate was asked, and none would help.
+    with pytest.raises(AccuracyError, match="may be used") as searched:
+        hasten.build(tiny_classifier("xlnet"), no_leftovers, device="cuda", precision="int8", threads=1)
+    assert searched.value.hint is None
+    assert re.match(refusal, next(one.reason for one in searched.value.candidates if one.variant == ENGINE))
+
+
+@pytest.mark.parametrize("variant", ["tensorrt-int8@cuda", "tensorrt-fp8@cuda"])
+def test_eight_bits_that_only_a_graph_brings(variant: str, folder: Path) -> None:
+    with pytest.raises(UnsupportedError, match="is made from an ONNX graph that comes quantized") as caught:
+        outline(Plan(str(folder), variants=(variant,)))
+    assert caught.value.hint == f"--variants {ENGINE} quantizes by itself"
 
 
 def test_it_is_searched_for_where_tensorrt_runs(

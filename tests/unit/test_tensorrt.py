@@ -388,6 +388,23 @@ def test_an_operator_that_onnx_does_not_have_in_bf16_stays_in_fp32(tmp_path: Pat
         assert types(written(graph_of(nodes, weights, opset), tmp_path, precision))["y"] == kind
 
 
+@pytest.mark.parametrize("operator", ["ReduceMax", "ReduceL2"])
+def test_reductions_with_axes_among_their_inputs_are_followed(operator: str, tmp_path: Path) -> None:
+    """As opset 18 has them: BART finds the last token of a text so."""
+    nodes = [
+        node("MatMul", "x w", "product"),
+        node(operator, "product last", "reduced", keepdims=0),
+        node("Unsqueeze", "reduced last", "row"),
+        node("Mul", "row w_2", "y"),
+    ]
+    weights = {"w": np.eye(4, dtype=np.float32), "last": np.array([2]), "w_2": np.full((1, 1, 4), 2, np.float32)}
+    model = graph_of(nodes, weights, opset=19)
+    typed = written(model, tmp_path, Precision.FP16)
+    assert {one.name: one.op_type for one in typed.graph.node}["reduced"] == operator
+    assert types(typed)["product"] == FLOAT16
+    np.testing.assert_allclose(run(typed, tokens()), run(model, tokens()), rtol=2e-3)
+
+
 def quantized(kind: int, *, from_float: bool, opset: int = 19) -> Any:
     """Pairs of operators as quantizers write them: weights stored as bytes, or rounded on the way."""
     stored = onnx.helper.tensor_dtype_to_np_dtype(kind)
@@ -489,8 +506,9 @@ def test_a_graph_of_another_precision_is_refused(precision: Precision, tmp_path:
     """What computes in int8 must not be called something else, nor the other way round."""
     with pytest.raises(StageError, match=f"int8 weights does not become one in {precision}"):
         written(quantized(INT8, from_float=False), tmp_path, precision)
-    with pytest.raises(StageError, match="fp32 weights does not become one in int8"):
+    with pytest.raises(StageError, match="fp32 weights does not become one in int8") as caught:
         written(attention(), tmp_path, Precision.INT8)
+    assert "tensorrt-fp16@cuda takes it" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("operator", ["MatMulInteger", "FusedMatMul"])

@@ -167,10 +167,12 @@ class _Build(Staged):
             self.passes += attempts.passes
         refused = (*_inaccurate(search.trials), *search.others, *self.about.unavailable)
         if not any(BACKENDS.get(variant.backend).is_stored for variant in eligible):
+            is_judged = any(one.status is Status.INACCURATE for one in refused)
             raise AccuracyError(
-                f"no variant of {model.id} may be used", hint="the gate is set by --min-agreement and --max-drop",
+                f"no variant of {model.id} may be used",
+                hint="the gate is set by --min-agreement and --max-drop" if is_judged else None,
                 candidates=refused,
-            )  # fmt: skip
+            )
 
         with self.stage("benchmark") as notes:
             shapes = self._shapes(loaded, notes)

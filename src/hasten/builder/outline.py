@@ -24,7 +24,13 @@ from hasten.measure.data import Data, check_columns, read_data
 from hasten.measure.rows import check_calibration, check_rows, naming, set_aside
 from hasten.measure.writing import check_gate
 from hasten.quantize.recipe import Method, Recipe, read_recipe
-from hasten.quantize.ways import ENGINE_OF_QUANTIZERS, OF_QUANTIZERS, is_of_quantizers, needs_calibration
+from hasten.quantize.ways import (
+    ENGINE_OF_QUANTIZERS,
+    OF_QUANTIZERS,
+    is_of_quantized_graph,
+    is_of_quantizers,
+    needs_calibration,
+)
 from hasten.tasks import AnyTask
 
 
@@ -103,7 +109,12 @@ def look(
     if baseline == GRAPH and ENGINE_OF_QUANTIZERS in wanted:
         raise UnsupportedError(
             f"{ENGINE_OF_QUANTIZERS} is made by quantizers in a PyTorch module, and {model.id} comes as an ONNX graph",
-            hint="give the model the graph was made from",
+            hint=("leave --file-name out, or " if plan.file_name else "") + "give the model the graph was made from",
+        )
+    if baseline == MODULE and (lacks := next(filter(is_of_quantized_graph, wanted), None)) is not None:
+        raise UnsupportedError(
+            f"{lacks} is made from an ONNX graph that comes quantized, and {model.id} is none",
+            hint=f"--variants {ENGINE_OF_QUANTIZERS} quantizes by itself",
         )
     task = detect_task(model, plan)
     notes = _check_given(given, plan, model, task)

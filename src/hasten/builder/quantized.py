@@ -14,7 +14,7 @@ import torch
 from hasten.builder.export import IR_VERSION, OPSET, export
 from hasten.builder.head import Exportable
 from hasten.builder.load import LoadedModel, first_line, quiet_libraries
-from hasten.core.errors import HastenError, PlanError, StageError, UnsupportedError
+from hasten.core.errors import PlanError, StageError, UnsupportedError
 from hasten.core.variant import Precision
 from hasten.graph import is_large, read_graph, write_graph
 from hasten.quantize.calibration import Calibration
@@ -68,8 +68,8 @@ def calibrated(loaded: LoadedModel, rows: Calibration) -> Exportable:
                 state_dict=original.state_dict(),
                 attn_implementation="eager",
             )
-    except HastenError:
-        raise
+    except UnsupportedError as error:
+        raise UnsupportedError(error.message, hint=error.hint or "in fp16 it needs no quantizers") from error
     except Exception as error:  # transformers raises whatever it comes to
         raise StageError(f"{loaded.architecture} is not made again with quantizers: {first_line(error)}") from error
     module = loaded.module.around(model.eval())

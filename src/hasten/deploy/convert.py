@@ -132,8 +132,8 @@ def convert(order: Order, output: Path, *, force: bool = False, progress: Progre
             place_graph(bundle.graph().path(), staging.path / ORIGINAL_GRAPH)
             models = write_engines(bundle, list(entries.values()), order.repository, staging.path)
         staging.put_in_place()
+        notes += _safer(bundle, list(entries.values()), order.repository)
         first = entries[order.backends[0]]
-        notes += _safer(bundle, first, order.repository)
         return Converted(staging.target, first.name, whose, models, tuple(latencies), bundle.report, tuple(notes))
 
 
@@ -301,18 +301,20 @@ def place_graph(graph: Path, target: Path) -> None:
         shutil.copyfile(graph, target)
 
 
-def _safer(bundle: Bundle, entry: VariantEntry, options: Options) -> Iterator[str]:
+def _safer(bundle: Bundle, entries: Sequence[VariantEntry], options: Options) -> Iterator[str]:
     """What somebody who comes from transformer-deploy would not expect."""
-    agreement, about = entry.agreement, bundle.manifest
+    about = bundle.manifest
     yield "latencies are of one engine after the other; in the table engines take turns, each in its own process"
-    yield (
-        f"verified: {entry.name} answers like the original"
-        f" ({agreement.measure} {agreement.value:.5f}, largest difference {agreement.max_error:.1e})"
-    )
+    for entry in entries:
+        agreement = entry.agreement
+        yield (
+            f"verified: {entry.name} answers like the original"
+            f" ({agreement.measure} {agreement.value:.5f}, largest difference {agreement.max_error:.1e})"
+        )
     yield "--atol bounds the largest difference of an output, not the mean of all differences"
     yield f"truncation: texts of more than {about.tokenizer.max_length} tokens are cut to that many"
     if is_batched(about.signature):
-        most = bundle.report.plan.shapes.batch.max if entry.backend == TENSORRT else options.max_rows
+        most = bundle.report.plan.shapes.batch.max if entries[0].backend == TENSORRT else options.max_rows
         yield f"dynamic batching: texts of one length that come together run together; a request holds {most} at most"
     if labels := about.task.labels:
         yield f"labels: the repository has their names ({', '.join(labels[:4])}{', …' if len(labels) > 4 else ''})"

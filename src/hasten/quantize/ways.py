@@ -58,6 +58,12 @@ def check_ways(variant: Variant) -> None:
         raise UnsupportedError(
             f"'{variant}' does not answer: ONNX Runtime's int8 graphs of encoders are for processors"
         )
+    if is_of_quantizers(variant):
+        if variant not in (OF_QUANTIZERS, ENGINE_OF_QUANTIZERS):
+            raise PlanError(
+                f"'{variant}': quantizers in a module make {OF_QUANTIZERS}, {ENGINE_OF_QUANTIZERS} and nothing else"
+            )
+        return
     foreign = [word for word in variant.ways if word not in _UNQUANTIZED.get(variant.backend, ())]
     if foreign and not is_quantized(variant):
         raise PlanError(f"'{variant}': {foreign[0]} is a way to quantize, and {variant.precision} is not quantized")
@@ -66,12 +72,6 @@ def check_ways(variant: Variant) -> None:
         useless = next((word for word in words if word not in (*taken, "keepN")), None)
         if useless is not None:
             raise PlanError(f"'{variant}': {useless} is nothing that {variant.backend} can do")
-        return
-    if Way.QDQ in variant.ways:
-        if variant not in (OF_QUANTIZERS, ENGINE_OF_QUANTIZERS):
-            raise PlanError(
-                f"'{variant}': quantizers in a module make {OF_QUANTIZERS}, {ENGINE_OF_QUANTIZERS} and nothing else"
-            )
         return
     if len([word for word in variant.ways if word in (*_CALIBRATORS, Way.BLOCKS)]) > 1:
         raise PlanError(
@@ -116,6 +116,12 @@ def is_by_itself(variant: Variant) -> bool:
 
 def is_of_quantizers(variant: Variant) -> bool:
     return Way.QDQ in variant.ways
+
+
+def is_of_quantized_graph(variant: Variant) -> bool:
+    """Whether nothing makes it but a graph that was given in its precision."""
+    is_engine = variant.backend == ENGINE_OF_QUANTIZERS.backend
+    return is_engine and variant.precision in (Precision.INT8, Precision.FP8) and not is_of_quantizers(variant)
 
 
 def method_of(variant: Variant) -> Method:

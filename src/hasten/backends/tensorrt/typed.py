@@ -47,6 +47,13 @@ _SUMS = ("Pow", "Reciprocal", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumS
 # whole numbers of floats, such as the buckets of relative positions, how these were computed: rounded, one is the next.
 _SOFTMAX = ("LogSoftmax", "Softmax")
 _THROUGH = {*_ELEMENTWISE, *_MOVING, *_SUMS, "Abs", "Ceil", "Exp", "Floor", "Log", "Round"}
+# Reductions with axes among their inputs, as ONNX has them since 18: ONNX Runtime's inference of shapes follows none of
+# these, but the mean, which has the same shape.
+_MEAN = "ReduceMean"
+_LIKE_MEAN = (
+    "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMin", "ReduceProd",
+    "ReduceSumSquare",
+)  # fmt: skip
 
 
 def write_typed(graph: Path, target: Path, precision: Precision, beyond: frozenset[str] = frozenset()) -> Precision:
@@ -63,12 +70,17 @@ def write_typed(graph: Path, target: Path, precision: Precision, beyond: frozens
     if foreign := [node.op_type for node in model.graph.node if node.domain not in _OWN or node.op_type in _INTEGER]:
         raise StageError(
             f"TensorRT has no operator {foreign[0]}",
-            hint="quantized graphs come with QuantizeLinear, DequantizeLinear: tensorrt-int8+qdq@cuda makes one",
+            hint="it takes QuantizeLinear and DequantizeLinear; tensorrt-int8+qdq@cuda is made so, from the weights",
         )
     found = stored_in(model)
     expected = Precision.FP32 if precision in HALVES else precision
     if found is not expected:
-        raise StageError(f"a graph with {found} weights does not become one in {precision}")
+        raise StageError(
+            f"a graph with {found} weights does not become one in {precision}",
+            hint="most of them stand in no product that is quantized: tensorrt-fp16@cuda takes it"
+            if found is Precision.FP32
+            else None,
+        )
     _settle(model)
     _add_shapes(model)
     if (half := _half_of(model, precision)) is not None:
@@ -336,16 +348,26 @@ def _add_shapes(model: ModelProto) -> None:
     """Of every tensor, its type and its sizes, in terms of the batch's; without them no type can be chosen."""
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
+    called = {place: node.op_type for place, node in enumerate(model.graph.node) if _is_like_mean(node)}
     try:
+        for place in called:
+            model.graph.node[place].op_type = _MEAN
         shaped = SymbolicShapeInference.infer_shapes(model, auto_merge=True)
     except Exception as error:  # what it cannot follow ends in an assertion or in an error of sympy's
         raise StageError(f"the shapes in the graph cannot be inferred: {error or type(error).__name__}") from error
+    finally:
+        for place, name in called.items():
+            model.graph.node[place].op_type = name
     del model.graph.value_info[:]
     model.graph.value_info.extend(shaped.graph.value_info)
     known = {entry.name for entry in (*model.graph.value_info, *model.graph.output)}
     for node in model.graph.node:
         if missing := [name for name in node.output if name and name not in known]:
             raise StageError(f"the type of the tensor '{missing[0]}' cannot be inferred")
+
+
+def _is_like_mean(node: NodeProto) -> bool:
+    return node.op_type in _LIKE_MEAN and len(node.input) > 1
 
 
 def _write(model: ModelProto, target: Path) -> None:

@@ -48,7 +48,7 @@ class Options:
     # Sessions beside each other, and threads of each; the cores are shared out.
     instances: int = 1
     threads: int | None = None
-    # cpu or cuda; without one what the variant was built for or, where that is a processor, what the server decides.
+    # cpu or cuda; without one what the variant needs or, where it runs on both, what the server decides.
     device: str | None = None
     # Whether the server may answer again what it has answered; it must be started with a cache, too.
     cache: bool = False
@@ -176,4 +176,9 @@ def _why_not(variant: Variant, options: Options) -> str | None:
         return None
     if options.runtime is Runtime.PYTHON:
         return "--runtime python runs what was built for processors on the CPU"
-    return f"its {precision} operators are for processors" if precision in (Precision.INT8, Precision.INT4) else None
+    return f"its {precision} operators are for processors" if is_for_processors(variant) else None
+
+
+def is_for_processors(variant: Variant) -> bool:
+    """Whether it must not be left to a server, which takes a GPU where it has one."""
+    return variant.device == CPU and variant.precision in (Precision.INT8, Precision.INT4)

@@ -22,7 +22,15 @@ from hasten.deploy.tritonserver.batching import Batching, batching
 from hasten.deploy.tritonserver.models.answer import OPTIONS
 from hasten.deploy.tritonserver.models.request import ABOUT
 from hasten.deploy.tritonserver.models.request import TOKENIZER as TOKENIZER_FILE
-from hasten.deploy.tritonserver.options import FUSED, TENSORRT, Options, Repository, Runtime, choose
+from hasten.deploy.tritonserver.options import (
+    FUSED,
+    TENSORRT,
+    Options,
+    Repository,
+    Runtime,
+    choose,
+    is_for_processors,
+)
 from hasten.deploy.tritonserver.packages import needed, pinned
 from hasten.deploy.tritonserver.pbtxt import Message, Tensor, Value, to_text
 from hasten.deploy.tritonserver.shipping import is_ours, ship
@@ -67,8 +75,9 @@ def write_models(bundle: Bundle, directory: Path, options: Options) -> Repositor
             f"the task '{bundle.manifest.task.name}' is another package's, and its code cannot be shipped"
         )
     artifact = choose(bundle, options)
-    if artifact.variant.device == CUDA:
-        options = replace(options, device=CUDA)
+    variant = artifact.variant
+    if variant.device == CUDA or is_for_processors(variant):
+        options = replace(options, device=variant.device)
     with translate_os_errors(f"writing {directory}"):
         return _Writer(bundle, directory, options, artifact).write()
 
