@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import safetensors
 from safetensors.torch import load_file
 
 from encoders import DEVICE
@@ -93,8 +96,10 @@ def test_nothing_of_ours_is_missing(repository: Repository) -> None:
     folder = repository.directory / repository.model / "1"
     kernels = [f"hasten.kernels.{file.stem}" for file in (folder / "hasten" / "kernels").glob("[a-z]*.py")]
     names = ["hasten.backends.fused", "hasten.deploy.tritonserver.models.run", *sorted(kernels)]
+    # What others wrote may lie on a path that an isolated interpreter does not know of.
+    others = sorted({str(Path(module.__file__).parents[1]) for module in (msgspec, np, safetensors)})
     program = (
-        f"import importlib, sys; sys.path.insert(0, {str(folder)!r})\n"
+        f"import importlib, sys; sys.path[:] = [{str(folder)!r}, *sys.path, *{others}]\n"
         f"files = {{importlib.import_module(name).__file__ for name in {names}}}\n"
         f"assert all(file.startswith({str(folder)!r}) for file in files), files\n"
         "assert 'transformers' not in sys.modules"
