@@ -19,9 +19,13 @@ from hasten.builder.head import Exportable
 from hasten.core.errors import StageError
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Signature, TensorSpec
 from hasten.core.variant import Support, Variant
+from hasten.kernels import calibrate
+from hasten.kernels.calibrate import Taken, narrowed, watched
 from hasten.kernels.encoder import Encoder, Geometry
 from hasten.kernels.products import Product
-from hasten.kernels.squeeze import FP8, INT8
+from hasten.kernels.squeeze import FP8, INT8, Squeeze
+from hasten.kernels.squeeze import reference as squeezed
+from hasten.kernels.weights import read
 
 INPUTS = ("input_ids", "attention_mask")
 # Relative to the states of all tokens. Weights and values are each off by up to a sixteenth in fp8, by half of a 127th
@@ -111,6 +115,36 @@ def test_the_product_that_costs_most_is_named_first() -> None:
     found = BACKEND.most_sensitive(source, Variant.parse("fused-fp8@cuda"))
     assert sorted(found[:2]) == ["0.down", "0.up"]
     assert sorted(found[2:]) == ["0.out", "0.qkv"]
+
+
+# No share of the range that is the same for both stays below both errors.
+@pytest.mark.parametrize(("is_rare", "largest_error"), [(True, 0.016), (False, 0.0075)])
+def test_int8_divides_ranges_as_each_product_needs_it(is_rare: bool, largest_error: float) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(256, 64, generator=drawn), torch.randn(48, 64, generator=drawn)
+    if is_rare:
+        # One large value that one large weight meets: other weights have steps of their own, other values have none.
+        x[0, 3] = weight[0, 3] = 10
+    else:
+        # A channel far above the others, for all tokens and all weights.
+        x[:, 3] *= 300
+    found = narrowed({"0.up.weight": weight}, {"0.up": Taken(x.abs().amax(0), x)}, INT8, ())
+    narrow = squeezed(x, Squeeze(found["0.up.factors"], INT8))
+    y = narrow.float() @ found["0.up.weight"].float().T * found["0.up.step"]
+    expected = x @ weight.T
+    assert 0 < (y - expected).norm() / expected.norm() <= largest_error
+
+
+def test_of_many_tokens_some_are_kept_and_none_is_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = read(model_of("Bert", "Model", layers=1))
+    weights = {name: value.to(DEVICE) for name, value in reading.weights.items()}
+    whole = watched(reading.geometry, weights, ROWS)
+    monkeypatch.setattr(calibrate, "_SAMPLE_TOKENS", 10)
+    some = watched(reading.geometry, weights, ROWS)
+    for name, what in whole.items():
+        assert torch.equal(what.sample.abs().amax(0), what.most)
+        torch.testing.assert_close(some[name].sample, what.sample[::3])
+        torch.testing.assert_close(some[name].most, what.most)
 
 
 def test_values_beyond_what_was_seen_are_cut_off_and_stay_numbers(tmp_path: Path) -> None:

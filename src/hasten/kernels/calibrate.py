@@ -6,6 +6,7 @@ Products go by the names of their weights: `3.down` is the second one of the fou
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,78 +15,111 @@ import torch
 from hasten.core.tensors import Batch
 from hasten.kernels.encoder import Encoder, Geometry, Packed
 from hasten.kernels.packing import Bucket, pack, parts, places_of, unpack
-from hasten.kernels.squeeze import FP8, INT8, LARGEST, squeeze_weight
+from hasten.kernels.squeeze import FP8, LARGEST, Squeeze, reference, squeeze_weight
 
-# How much larger than the largest value that was seen another may be. In fp8 it costs nothing: the distance of two
-# numbers goes with their size, and fifteen powers of two below the largest it still does.
-_ROOM = {FP8: 2.0, INT8: 1.0}
-# How the range of a channel is shared between values and weights where each channel has its factor.
-_SHARE = 0.5
+# How much larger than the largest value that was seen another may be in fp8. There it costs nothing: the distance of
+# two numbers goes with their size, and fifteen powers of two below the largest it still does.
+_ROOM = 2.0
+# How much of a channel's factor in int8 the range of its values decides, and that of its weights the rest: of each
+# product the share that costs it least. At all of it no channel would have room for values larger than were seen.
+_SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
+# Those of all rows that the cost is found on.
+_SAMPLE_TOKENS = 512
 _SENSITIVITY_TOKENS = 2048
 
 
-def maxima(geometry: Geometry, weights: Mapping[str, Any], rows: Batch) -> dict[str, Any]:
-    """Of each product the largest value, by magnitude, that each channel of its input has on these rows."""
-    encoder = _Watching(geometry, weights)
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a product took: the largest value of each channel, by magnitude, and all values of some tokens."""
+
+    most: Any
+    sample: Any
+
+    def __or__(self, other: Taken) -> Taken:
+        return Taken(torch.maximum(self.most, other.most), torch.cat([self.sample, other.sample]))
+
+
+def watched(geometry: Geometry, weights: Mapping[str, Any], rows: Batch) -> dict[str, Taken]:
+    """What each product takes on these rows."""
+    encoder = _Watching(geometry, weights, every=-(-rows.tokens // _SAMPLE_TOKENS))
     with torch.inference_mode():
         for batch in _batches(geometry, rows, weights["words"].device):
             encoder.many(batch)
-    return encoder.seen
+    return encoder.taken
 
 
-def narrowed(weights: Mapping[str, Any], seen: Mapping[str, Any], dtype: Any, keep: Sequence[str]) -> dict[str, Any]:
+def narrowed(weights: Mapping[str, Any], taken: Mapping[str, Taken], dtype: Any, keep: Sequence[str]) -> dict[str, Any]:
     """The weights with those of all products in eight bits, but for those that are to be kept."""
     found = dict(weights)
-    for name, most in seen.items():
+    for name, what in taken.items():
         if name not in keep:
-            found |= _narrowed(name, weights[f"{name}.weight"], most, dtype)
+            found |= _narrowed(name, weights[f"{name}.weight"], what, dtype)
     return found
 
 
 def most_sensitive(geometry: Geometry, weights: Mapping[str, Any], rows: Batch, dtype: Any) -> list[str]:
     """All products, the one first that alone in eight bits changes the states of a few rows most."""
-    seen = maxima(geometry, weights, rows)
+    taken = watched(geometry, weights, rows)
     lengths = np.cumsum(rows.lengths)
     few = rows.take(np.arange(max(1, int((lengths <= _SENSITIVITY_TOKENS).sum()))))
-    errors = dict.fromkeys(seen, 0.0)
+    errors = dict.fromkeys(taken, 0.0)
     with torch.inference_mode():
         for batch in _batches(geometry, few, weights["words"].device):
             expected = Encoder(geometry, weights).many(batch).float()
-            for name in seen:
-                alone = {**weights, **_narrowed(name, weights[f"{name}.weight"], seen[name], dtype)}
+            for name in taken:
+                alone = {**weights, **_narrowed(name, weights[f"{name}.weight"], taken[name], dtype)}
                 states = Encoder(geometry, alone).many(batch).float()
                 errors[name] += float((states - expected).square().sum())
-    return sorted(seen, key=lambda name: -errors[name])
+    return sorted(taken, key=lambda name: -errors[name])
 
 
-def _narrowed(name: str, weight: Any, most: Any, dtype: Any) -> dict[str, Any]:
-    factors = _factors(weight, most.to(weight.device), dtype)
-    narrow, step = squeeze_weight(weight, factors, dtype)
-    return {f"{name}.weight": narrow, f"{name}.step": step, f"{name}.factors": factors}
+def _narrowed(name: str, weight: Any, taken: Taken, dtype: Any) -> dict[str, Any]:
+    """Found where the values are, which may be a GPU, and given back where the weight is."""
+    placed = weight.to(taken.most.device)
+    factors = _factor(taken.most, dtype) if dtype == FP8 else _factors(placed, taken, dtype)
+    narrow, step = squeeze_weight(placed, factors, dtype)
+    found = {f"{name}.weight": narrow, f"{name}.step": step, f"{name}.factors": factors}
+    return {part: value.to(weight.device) for part, value in found.items()}
 
 
-def _factors(weight: Any, most: Any, dtype: Any) -> Any:
-    """What values are multiplied by, from the largest of each channel.
+def _factor(most: Any, dtype: Any) -> Any:
+    """What all values are multiplied by, from the largest of them."""
+    largest = most.amax().float()
+    return (LARGEST[dtype] / (_ROOM * torch.where(largest > 0, largest, 1.0))).view(1)
 
-    One factor for fp8. int8 has the same distance between all its numbers, so that a few large channels would leave the
-    others none: there each has its own, which moves some of its range into the weights.
+
+def _factors(weight: Any, taken: Taken, dtype: Any) -> Any:
+    """What the values of each channel are multiplied by.
+
+    int8 has the same distance between all its numbers, so that a few large channels would leave the others none: each
+    has a factor of its own, which moves some of its range into the weights. Those can take much, having a step for each
+    row, but not all of what a channel far above the others has.
     """
-    seen = torch.where(most > 0, most, 1.0).float()
-    if dtype == FP8:
-        return (LARGEST[dtype] / (_ROOM[dtype] * seen.amax())).view(1)
-    columns = weight.abs().amax(0).float()
-    shares = seen**_SHARE / torch.where(columns > 0, columns, 1.0) ** (1 - _SHARE)
-    return LARGEST[dtype] / (_ROOM[dtype] * (seen / shares).amax() * shares)
+    most, columns = (torch.where(one > 0, one, 1.0).float() for one in (taken.most, weight.abs().amax(0)))
+    sample, whole = taken.sample.float(), weight.float()
+    expected = sample @ whole.T
+
+    def of(share: float) -> Any:
+        shares = most**share / columns ** (1 - share)
+        return LARGEST[dtype] / ((most / shares).amax() * shares)
+
+    def error(factors: Any) -> float:
+        narrow, step = squeeze_weight(whole, factors, dtype)
+        found = reference(sample, Squeeze(factors, dtype)).float() @ narrow.float().T * step
+        return float((found - expected).square().sum())
+
+    return min(map(of, _SHARES), key=error)
 
 
 class _Watching(Encoder):
-    def __init__(self, geometry: Geometry, weights: Mapping[str, Any]) -> None:
+    def __init__(self, geometry: Geometry, weights: Mapping[str, Any], every: int) -> None:
         super().__init__(geometry, weights)
-        self.seen: dict[str, Any] = {}
+        self._every = every
+        self.taken: dict[str, Taken] = {}
 
     def _product(self, x: Any, name: str, *, has_bias: bool = False, has_gelu: bool = False) -> Any:
-        most = x.abs().amax(0)
-        self.seen[name] = torch.maximum(self.seen[name], most) if name in self.seen else most
+        now = Taken(x.abs().amax(0), x[:: self._every].clone())
+        self.taken[name] = self.taken[name] | now if name in self.taken else now
         return super()._product(x, name, has_bias=has_bias, has_gelu=has_gelu)
 
 

@@ -151,11 +151,11 @@ def _narrowed(reading: Reading, source: Source, variant: Variant) -> Mapping[str
     """With the weights of products in eight bits, where that is the variant's precision."""
     if variant.precision not in NARROW:
         return reading.weights
-    from hasten.kernels.calibrate import maxima, narrowed
+    from hasten.kernels.calibrate import narrowed, watched
 
     with translated(f"{variant} cannot be calibrated"):
-        seen = maxima(reading.geometry, _placed(reading), _rows(source, variant))
-        return narrowed(reading.weights, seen, _narrow(variant), source.keep)
+        taken = watched(reading.geometry, _placed(reading), _rows(source, variant))
+        return narrowed(reading.weights, taken, _narrow(variant), source.keep)
 
 
 def _placed(reading: Reading) -> Mapping[str, Any]:
