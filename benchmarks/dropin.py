@@ -14,13 +14,12 @@ import os
 import statistics
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from hasten.core.hardware import this_machine
+from origin import origin
 
 HERE = Path(__file__).parent
 CLOCKS = "(time.perf_counter(), time.process_time())"
@@ -72,11 +71,7 @@ def main() -> None:
         for ours, theirs in zip(times["import_with_hasten"], times["import_transformers"], strict=True)
     ]
     results: dict[str, Any] = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip(),
-        "machine": this_machine(),
+        **origin(),
         "model": Path(args.model).name,
         "rounds": args.rounds,
         "load_average": [round(load_before, 1), round(os.getloadavg()[0], 1)],

@@ -5,14 +5,13 @@
 
 Correctness first: a road is compared with sums in fp64 of the same eight bits, and one that errs is named, not timed.
 Milliseconds are the device's, of one product with all that stands behind it (GELU, eight bits again). `sums fast` are
-the library's products added up in fewer bits than fp32, which no variant does: what that would gain is to be seen here.
+the library's products added up in fewer bits than fp32, as `+fast` does.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,12 @@ import torch
 
 from gpu import HERE, STUDIES
 from hasten.core.errors import StageError
-from hasten.core.hardware import this_machine
 from hasten.kernels.activation import EXACT, TANH
 from hasten.kernels.multiply import reference
 from hasten.kernels.products import Product, Products
 from hasten.kernels.roads import LIBRARY, Roads
 from hasten.kernels.tuning import seconds
+from origin import origin
 
 NARROW = ("float8_e4m3fn", "int8")
 # Relative to the whole: fp16's rounding; and where that is rounded to eight bits again, the numbers that lie between
@@ -46,8 +45,7 @@ def main() -> None:
             print(what, studied(what, EXACT, None, None))
         return
     results: dict[str, Any] = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": this_machine(),
+        **origin(),
         "cuda": torch.version.cuda,
         "triton": __import__("triton").__version__,
         "rows": [],

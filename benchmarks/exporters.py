@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,14 @@ from transformers import AutoModel
 
 from hasten.builder.head import Exportable
 from hasten.builder.load import quiet_libraries
-from hasten.core.hardware import this_machine
+from origin import origin
 
 NAMES = ["input_ids", "attention_mask", "token_type_ids"]
 
 
 def main() -> None:
     rows = [row(attention, is_dynamo) for attention in ("eager", "sdpa") for is_dynamo in (False, True)]
-    results = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "machine": this_machine(), "rows": rows}
+    results = {**origin(), "rows": rows}
     file = Path(__file__).parent / "results" / "exporters.json"
     file.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
     print(json.dumps(rows, indent=1))

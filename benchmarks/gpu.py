@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +41,7 @@ from hasten.core.hardware import this_machine
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Shape, Signature, TensorSpec, pad
 from hasten.core.variant import Precision, Variant
 from hasten.quantize.half import halve
+from origin import origin
 
 HERE = Path(__file__).parent
 INPUTS = ("input_ids", "attention_mask")
@@ -100,8 +100,7 @@ def main() -> None:
         dry_run([Variant.parse(name) for name in args.variants])
         return
     results: dict[str, Any] = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": this_machine(),
+        **origin(),
         "cuda": torch.version.cuda,
         "triton": __import__("triton").__version__,
         "rows": [],

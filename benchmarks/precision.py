@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from hasten.builder.load import load_model
 from hasten.builder.source import find_model
 from hasten.bundle import Bundle
 from hasten.cli import console
-from hasten.core.hardware import this_machine
 from hasten.core.plan import Gate, Plan
 from hasten.core.statistics import median_ratio
 from hasten.core.tensors import Shape
@@ -41,6 +39,7 @@ from hasten.measure.data import read_rows
 from hasten.measure.verify import Expectation, expect, verify
 from hasten.predictor import Predictor
 from hasten.quantize.calibration import Calibration
+from origin import origin
 
 HERE = Path(__file__).parent
 PLAIN = "plain_onnxruntime-fp32"
@@ -130,9 +129,7 @@ def study(name: str, about: Study, folder: Path, args: argparse.Namespace) -> di
             }
         )
     return {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": this_machine(),
-        "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip(),
+        **origin(),
         "build_s": took,
         "chosen": bundle.chosen.name,
         "stages": bundle.report.stages,

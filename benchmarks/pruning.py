@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from hasten.core.variant import Precision, Variant
 from hasten.measure.data import read_rows
 from hasten.predictor import Predictor
 from hasten.tasks import TASKS
+from origin import origin
 from race import RUNS, SHAPES, race
 
 HERE = Path(__file__).parent
@@ -82,9 +82,7 @@ def study(folder: Path, models: Path, rows: Any, budget_s: float) -> dict[str, A
             }
         )
     return {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": this_machine(),
-        "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip(),
+        **origin(),
         "speed": races,
         "answers": answers,
     }

@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ from hasten.builder.export import export
 from hasten.builder.load import LoadedModel, load_model, save_tokenizer
 from hasten.builder.source import find_model
 from hasten.bundle import open_bundle
-from hasten.core.hardware import this_machine
 from hasten.core.plan import Plan
 from hasten.core.progress import Silent
 from hasten.core.statistics import median_ratio, paired_drop
@@ -51,6 +49,7 @@ from hasten.predictor import Predictor
 from hasten.quantize import qdq
 from hasten.quantize.qdq.calibrate import observe, set_ranges
 from hasten.quantize.qdq.fold import fold
+from origin import origin
 
 RESULTS = Path(__file__).parent / "results" / "qdq.json"
 CALIBRATION_ROWS, SEARCH_ROWS, BATCH = 256, 64, 16
@@ -331,12 +330,9 @@ def main() -> None:
 
 def write(name: str, what: str, found: dict[str, Any]) -> None:
     """Stage by stage: a study takes long."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results.setdefault(name, {})[what] = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": asdict(this_machine()),
-        "commit": commit.stdout.strip(),
+        **origin(),
         **found,
     }
     RESULTS.write_text(json.dumps(results, indent=1, default=str) + "\n")

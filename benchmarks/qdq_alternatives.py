@@ -6,13 +6,10 @@ PYTHONPATH=tests python benchmarks/qdq_alternatives.py
 from __future__ import annotations
 
 import json
-import subprocess
 import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ import transformers
 from torch.overrides import TorchFunctionMode
 
 import tiny
-from hasten.core.hardware import this_machine
+from origin import origin
 
 RESULTS = Path(__file__).parent / "results" / "qdq_alternatives.json"
 FUNCTIONS = (
@@ -88,11 +85,8 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     found: dict[str, Any] = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": asdict(this_machine()),
-        "commit": commit.stdout.strip(),
+        **origin(),
     }
     for architecture in ("bert", "deberta-v2", "modernbert"):
         found[architecture] = look(architecture)

@@ -11,10 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import subprocess
 import tempfile
-from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,10 +21,10 @@ import onnxruntime
 import torch
 import transformers
 
-from hasten.core.hardware import this_machine
 from hasten.core.variant import Precision
 from hasten.quantize import qdq
 from hasten.quantize.qdq import quantizer
+from origin import origin
 
 RESULTS = Path(__file__).parent / "results" / "qdq_rounding.json"
 CALIBRATION_ROWS, ROWS, BATCH = 256, 256, 16
@@ -53,11 +50,8 @@ def main() -> None:
         exact = logits(copy.deepcopy(model).double(), rows)
     with tempfile.TemporaryDirectory() as folder:
         graph = in_runtime(qdq.export(model, tokenizer, folder), rows)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     result = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": asdict(this_machine()),
-        "commit": commit.stdout.strip(),
+        **origin(),
         "model": json.loads((asked.model / "config.json").read_text()).get("_name_or_path", ""),
         "rows": ROWS,
         "calibration_rows": CALIBRATION_ROWS,

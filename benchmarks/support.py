@@ -18,7 +18,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -50,6 +49,7 @@ from hasten.predictor import Predictor
 from hasten.quantize.dynamic import quantize_dynamic
 from hasten.quantize.recipe import Method, Recipe
 from hasten.tasks import TASKS, AnyTask, Row
+from origin import origin
 
 FILE = Path(__file__).parent / "results" / "support.json"
 YES = "yes"
@@ -104,8 +104,7 @@ def main() -> None:
     if asked:
         return
     results = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": this_machine(),
+        **origin(),
         "variants": [variant.name for variant in variants],
         "tasks": tasks,
     }

@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import msgspec
 import torch
 import transformers
 
-from hasten.core.hardware import this_machine
+from origin import origin
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "examples"))
@@ -52,9 +51,7 @@ def main() -> None:
     measured = accuracy(models, tokenizer, rows) if args.what == "accuracy" else latency(models, tokenizer, rows)
     variants = {name: getattr(model, "bundle", None) for name, model in models.items()}
     results |= {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _output("git", "rev-parse", "--short", "HEAD"),
-        "machine": this_machine(),
+        **origin(),
         "model": Path(args.model).name,
         "data": args.data.name,
         "variants": {name: bundle.chosen.name if bundle else "torch-fp32" for name, bundle in variants.items()},

@@ -53,10 +53,18 @@ def versions(python: str) -> dict[str, str]:
 
 def about(pythons: dict[str, str]) -> dict[str, Any]:
     """What every result carries: when, where, of which commit, with which libraries."""
-    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True, cwd=PEERS).strip()
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": this_machine(),
-        "commit": commit,
+        "commit": commit(),
         "versions": {name: versions(python) for name, python in pythons.items()},
     }
+
+
+def commit() -> str | None:
+    """None where the code came without its history."""
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.check_output(words, text=True, cwd=PEERS, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

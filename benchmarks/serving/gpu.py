@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 from clients import closed_loop
 from contenders import Running, hasten
+from environments import commit
 from latency import WORDS, Http, Lane, text_of
 from wire import by_json
 
@@ -113,7 +114,7 @@ def measured(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         log = [line for line in server.log().splitlines() if "ready" in line]
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit(),
         "machine": this_machine(),
         "versions": dict(_versions()),
         "model": str(args.model or args.bundle or "random weights of MiniLM-L6's size"),
@@ -241,15 +242,6 @@ def _versions() -> Iterator[tuple[str, str]]:
             yield name, version(name)
         except PackageNotFoundError:
             continue
-
-
-def _commit() -> str | None:
-    """None where the code came without its history."""
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.check_output(words, text=True, cwd=HERE, stderr=subprocess.DEVNULL).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 if __name__ == "__main__":

@@ -252,6 +252,7 @@ def test_a_gpu_is_taken_where_there_is_one(
     bundle: Bundle, options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     plan = Plan(bundle.manifest.model.id, **options)
+    monkeypatch.setattr("hasten.backends.onnxruntime.probe_provider", lambda _: Support.no("there is none"))
     assert outline(plan, tmp_path / "bundle").device == "cpu"
     _pretend(monkeypatch)
     assert outline(plan, tmp_path / "bundle").device == device

@@ -1,0 +1,29 @@
+"""Where a result comes from: what every result file carries."""
+
+from __future__ import annotations
+
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hasten.core.hardware import this_machine
+
+
+def origin() -> dict[str, Any]:
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": msgspec.to_builtins(this_machine()),
+    }
+
+
+def commit() -> str | None:
+    """None where the code came without its history."""
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.check_output(words, text=True, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
