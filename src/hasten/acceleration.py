@@ -244,7 +244,7 @@ class FusedForward:
         begin = 0
         for rows in parts(batch.lengths) if batch.tokens > MOST_TOKENS else [None]:
             part = batch if rows is None else batch.take(rows)
-            end, bucket = begin + part.tokens, Bucket.of(part.lengths)
+            end, bucket = begin + part.tokens, Bucket.of(part.tokens, len(part))
             fill = partial(pack, batch=part, bucket=bucket, places=places[begin:end])
             states = self._replay.on_device(bucket, fill)[: part.tokens]
             if index is None:

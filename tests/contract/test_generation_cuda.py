@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 
 import hasten
@@ -139,7 +140,11 @@ def test_t5_writes_or_is_refused_by_the_name_of_the_operator(tmp_path: Path) -> 
         made = built("t5", tmp_path, variants=HALF.name)
     except hasten.UnsupportedError as error:
         refused = error.message
-    assert "GroupQueryAttention" in refused if made is None else made.entry(HALF.name).agreement.value >= 0.8
+    if made is None:
+        assert "GroupQueryAttention" in refused
+        assert tuple(map(int, onnxruntime.__version__.split("."))) < (1, 31, 1)
+    else:
+        assert made.entry(HALF.name).agreement.value >= 0.8
 
 
 def test_loaded_verified_and_as_a_class_of_transformers(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:

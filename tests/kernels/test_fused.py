@@ -205,7 +205,7 @@ def test_buckets_waste_little_and_are_few() -> None:
         assert room >= tokens
         assert tokens <= 128 or room <= 1.125 * tokens + 1
     assert len({round_up(tokens) for tokens in range(16, 16385)}) <= 60
-    assert Bucket.of([3, 40, 9]) == Bucket(64, 4)
+    assert Bucket.of(52, 3) == Bucket(64, 4)
 
 
 def test_what_it_does_not_know_is_refused_with_the_list(tmp_path: Path) -> None:

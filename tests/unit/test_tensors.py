@@ -175,6 +175,7 @@ def test_counts_are_of_rows_tokens_and_masks() -> None:
     batch = batch_of([[MASK_ID, 5, MASK_ID], [5], [6, MASK_ID]])
     assert [about.counts(spec, batch).tolist() for spec in about.outputs] == [[1, 1, 1], [3, 1, 2], [2, 0, 1]]
     assert about.counts(PER_MASK, batch_of([[5], [6]])).tolist() == [0, 0]
+    assert [about.count(spec, batch) for spec in about.outputs] == [3, 6, 3]
 
 
 @given(rows_with_masks, st.data())

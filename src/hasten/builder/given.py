@@ -237,7 +237,7 @@ def _probed(
             except IndexError as error:  # padding taken out of what has no axis for it
                 raise StageError(f"{where} does not answer for each token, as {task.name} does") from error
             for spec in blank:
-                count = int(artifact.signature.counts(spec, batch).sum())
+                count = artifact.signature.count(spec, batch)
                 if results[spec.name].shape[:1] != (count,):
                     raise StageError(
                         f"{where} gives '{spec.name}' with {results[spec.name].shape[:1]} entries instead of {count}"

@@ -72,6 +72,14 @@ class Signature:
         rows = np.repeat(np.arange(len(batch)), batch.lengths)
         return np.bincount(rows[batch.values["input_ids"] == self.mask_id], minlength=len(batch))
 
+    def count(self, output: TensorSpec, batch: Batch) -> int:
+        """Of all rows together."""
+        if output.is_per_token:
+            return batch.tokens
+        if MASKS not in output.shape:
+            return len(batch)
+        return int(np.count_nonzero(batch.values["input_ids"] == self.mask_id))
+
 
 class Layout(StrEnum):
     PADDED = "padded"
@@ -212,6 +220,6 @@ def gather(parts: Iterable[tuple[IntArray, Outputs]], batch: Batch, signature: S
 
 def divide(outputs: Outputs, batches: Sequence[Batch], signature: Signature) -> list[Outputs]:
     """What belongs to each of several batches that ran as one."""
-    counts = {spec.name: [int(signature.counts(spec, batch).sum()) for batch in batches] for spec in signature.outputs}
+    counts = {spec.name: [signature.count(spec, batch) for batch in batches] for spec in signature.outputs}
     parts = {name: np.split(outputs[name], np.cumsum(own)[:-1]) for name, own in counts.items()}
     return [{name: part[place] for name, part in parts.items()} for place in range(len(batches))]

@@ -33,17 +33,17 @@ def tiles(lengths: Any, rows: int) -> Any:
     """Which tokens a program asks for, as (first of its own, first and end of their sequence): no program is idle."""
     import numpy as np
 
-    if len(lengths) == 1:
-        firsts = np.arange(0, lengths[0], rows, dtype=np.int32)
-        lone = np.zeros((len(firsts), 3), np.int32)
-        lone[:, 0], lone[:, 2] = firsts, lengths[0]
-        return lone
-    ends = np.cumsum(lengths)
+    ends = np.cumsum(lengths, dtype=np.int32)
     starts = ends - lengths
-    counts = -(-np.asarray(lengths) // rows)
-    sequence = np.repeat(np.arange(len(counts)), counts)
-    within = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.stack([starts[sequence] + within * rows, starts[sequence], ends[sequence]], axis=1).astype(np.int32)
+    counts = (lengths + (rows - 1)) // rows
+    of_sequences = np.empty((len(lengths), 3), np.int32)
+    # Less what all tiles before have begun with, so that one row of steps serves all sequences.
+    of_sequences[:, 0] = starts - (np.cumsum(counts) - counts) * rows
+    of_sequences[:, 1] = starts
+    of_sequences[:, 2] = ends
+    found = np.repeat(of_sequences, counts, axis=0)
+    found[:, 0] += np.arange(0, len(found) * rows, rows, dtype=np.int32)
+    return found
 
 
 def attention(

@@ -128,5 +128,5 @@ def _batches(geometry: Geometry, rows: Batch, device: Any) -> Iterator[Packed]:
     for part in map(rows.take, parts(rows.lengths)):
         bucket = Bucket(part.tokens, len(part))
         whole = np.zeros(sum(bucket.sizes), np.int32)
-        pack(whole, part, bucket, places_of(part, geometry.first_place))
+        pack(whole, part, bucket, geometry.first_place, places_of(part, geometry.first_place))
         yield unpack(torch.from_numpy(whole).to(device), bucket)

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hasten.core.tensors import Batch, IntArray
 from hasten.kernels.attention import tiles
 from hasten.kernels.encoder import TILE, Packed
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # Tokens that run at once, and of those the ones that are picked; more are run one part after the other.
 MOST_TOKENS = 16384
@@ -31,10 +28,9 @@ class Bucket:
     picked: int = 0
 
     @classmethod
-    def of(cls, lengths: Sequence[int] | IntArray, picked: int | None = None) -> Bucket:
-        sequences = 1 << (len(lengths) - 1).bit_length()
+    def of(cls, tokens: int, sequences: int, picked: int | None = None) -> Bucket:
         room = 0 if picked is None else 1 << max(0, picked - 1).bit_length()
-        return cls(round_up(max(_SMALLEST, int(np.sum(lengths)))), sequences, room)
+        return cls(round_up(max(_SMALLEST, tokens)), 1 << (sequences - 1).bit_length(), room)
 
     @property
     def sizes(self) -> list[int]:
@@ -64,41 +60,73 @@ def parts(lengths: IntArray, picked: IntArray | None = None) -> list[IntArray]:
     return [np.array(rows) for rows in found]
 
 
-def places_of(batch: Batch, first_place: int) -> IntArray:
-    """Of each token in its sequence. RoBERTa, which counts from behind its padding, gives a padding token none."""
-    places = np.arange(first_place, first_place + batch.tokens)
+def places_of(batch: Batch, first_place: int) -> IntArray | None:
+    """Of each token in its sequence, where they are not simply counted: RoBERTa's padding token has none.
+
+    It counts from behind the padding's place, and gives a padding token that very place.
+    """
+    if not first_place:
+        return None
     is_padding = batch.values["input_ids"] == first_place - 1
-    has_padding = bool(first_place) and bool(is_padding.any())
-    if len(batch) == 1 and not has_padding:
-        return places
+    if not is_padding.any():
+        return None
     starts = np.repeat(np.cumsum(batch.lengths) - batch.lengths, batch.lengths)
-    if not has_padding:
-        return places - starts
     counts = np.concatenate(([0], np.cumsum(~is_padding)))
-    return np.where(is_padding, 0, counts[1:] - counts[starts]) + first_place - 1
+    places: IntArray = np.where(is_padding, 0, counts[1:] - counts[starts]) + first_place - 1
+    return places
 
 
-def pack(whole: IntArray, batch: Batch, bucket: Bucket, places: IntArray, picked: IntArray | None = None) -> None:
+def pack(
+    whole: IntArray,
+    batch: Batch,
+    bucket: Bucket,
+    first_place: int = 0,
+    places: IntArray | None = None,
+    picked: IntArray | None = None,
+) -> None:
     """All that a batch is into one array, which one copy takes to the device; `unpack` finds the parts.
 
-    Of what stood there before, words, places and kinds may stay where nobody looks.
+    Places are counted from the first one on in each sequence, unless they are given. Of what stood there before, words,
+    places and kinds may stay where nobody looks. It is on the way of every batch, so calls of NumPy are counted here.
     """
-    lengths, tokens, count = batch.lengths, batch.tokens, len(batch)
     ids, where, kinds, sequence, starts, work, chosen = (whole[part] for part in _slices(bucket))
+    if len(batch) == 1:
+        tokens = int(batch.lengths[0])
+        whole[bucket.tokens :] = _lone(bucket, tokens, first_place)
+    else:
+        ends = np.cumsum(batch.lengths, dtype=np.int32)
+        tokens, count = int(ends[-1]), len(batch)
+        firsts = ends - batch.lengths
+        sequence[:tokens] = np.repeat(np.arange(count), batch.lengths)
+        sequence[tokens:] = -1
+        if places is None:
+            counted = np.arange(first_place, first_place + tokens, dtype=np.int32)
+            np.subtract(counted, np.repeat(firsts, batch.lengths), out=where[:tokens])
+        starts[:count] = firsts
+        starts[count:] = tokens
+        found = tiles(batch.lengths, TILE).ravel()
+        work[: found.size] = found
+        work[found.size :] = 0
     ids[:tokens] = batch.values["input_ids"]
-    where[:tokens] = places
     kinds[:tokens] = batch.values.get("token_type_ids", 0)
-    sequence[:tokens] = np.repeat(np.arange(count), lengths) if count > 1 else 0
-    sequence[tokens:] = -1
-    starts[0] = 0
-    starts[1 : count + 1] = np.cumsum(lengths)
-    starts[count + 1 :] = tokens
-    found = tiles(lengths, TILE)
-    work[: found.size] = found.ravel()
-    work[found.size :] = 0
+    if places is not None:
+        where[:tokens] = places
     if picked is not None:
         chosen[: len(picked)] = picked
         chosen[len(picked) :] = 0
+
+
+@lru_cache(maxsize=1024)
+def _lone(bucket: Bucket, tokens: int, first_place: int) -> IntArray:
+    """All but the words of one sequence: batches of one are the ones that wait for the host."""
+    whole = np.zeros(sum(bucket.sizes), np.int32)
+    _, where, _, sequence, starts, work, _ = (whole[part] for part in _slices(bucket))
+    where[:tokens] = np.arange(first_place, first_place + tokens)
+    sequence[tokens:] = -1
+    starts[1:] = tokens
+    found = tiles(np.array([tokens], np.int32), TILE).ravel()
+    work[: found.size] = found
+    return whole[bucket.tokens :]
 
 
 @lru_cache(maxsize=1024)

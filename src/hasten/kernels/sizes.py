@@ -19,7 +19,7 @@ def samples(tokens: int, rows: int, signature: Signature) -> list[Batch]:
     count = 1
     while count <= rows:
         most = min(tokens, count * signature.max_length)
-        size = Bucket.of([_SHORT * (count // 2 + 1)]).tokens
+        size = Bucket.of(_SHORT * (count // 2 + 1), 1).tokens
         while size <= round_up(most):
             whole = min(size, most)
             lengths = np.full(count, whole // count) + (np.arange(count) < whole % count)

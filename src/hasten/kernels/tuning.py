@@ -26,7 +26,7 @@ from hasten.core.errors import StageError
 from hasten.core.tensors import Batch
 from hasten.core.version import __version__
 from hasten.kernels.encoder import Encoder
-from hasten.kernels.packing import MOST_TOKENS, Bucket, pack, places_of, round_up, unpack
+from hasten.kernels.packing import MOST_TOKENS, Bucket, pack, round_up, unpack
 from hasten.kernels.products import ALGORITHM_BYTES, Product, Products, library_version
 from hasten.kernels.replay import garbage_kept, recording
 from hasten.kernels.roads import NAME
@@ -136,9 +136,9 @@ def _few_tokens(encoder: Encoder) -> int:
     best = 0
     for tokens in sizes(encoder.most_few):
         lone = Batch({"input_ids": np.zeros(tokens, np.int32)}, np.array([tokens], np.int32))
-        bucket = Bucket.of(lone.lengths)
+        bucket = Bucket.of(tokens, 1)
         packed = np.zeros(sum(bucket.sizes), np.int32)
-        pack(packed, lone, bucket, places_of(lone, encoder.geometry.first_place))
+        pack(packed, lone, bucket, encoder.geometry.first_place)
         batch = unpack(torch.from_numpy(packed).cuda(), bucket)
         few, many = partial(encoder.few, batch), partial(encoder.many, batch)
         if seconds(few) > seconds(many):

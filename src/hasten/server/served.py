@@ -185,7 +185,7 @@ class Served:
         items = len(rows)
         signature = predictor.session.spec.signature
         encoded = predictor.encode(list(rows))
-        ends = {spec.name: int(signature.counts(spec, encoded.batch).sum()) for spec in signature.outputs}
+        ends = {spec.name: signature.count(spec, encoded.batch) for spec in signature.outputs}
         outputs = {name: value[: ends[name]] for name, value in reference.outputs.items()}
         expected = expect(predictor, rows, Silent(), outputs)
         entries = (entry for entry in self.bundle.manifest.variants if entry.name == self.variant.name)

@@ -106,14 +106,13 @@ class FusedSession(OpenSession):
 
         if self._is_closed:
             raise StageError("the session is closed")
-        signature = self.spec.signature
+        signature, tokens = self.spec.signature, batch.tokens
         check_lengths(batch, signature)
         masks = signature.counts(signature.outputs[0], batch) if self._is_of_masks else None
-        is_few = batch.tokens <= MOST_TOKENS and (masks is None or int(masks.sum()) <= MOST_PICKED)
+        is_few = tokens <= MOST_TOKENS and (masks is None or int(masks.sum()) <= MOST_PICKED)
         with translated(f"a batch of {len(batch)} failed"):
             if is_few or len(batch) == 1:
-                bucket, fill = self._packing(batch)
-                return self._outputs(self.replay(bucket, fill), batch)
+                return self._outputs(self.replay(*self._packing(batch, tokens)), batch)
             rows = parts(batch.lengths, masks)
             return gather(list(zip(rows, self._in_turn(map(batch.take, rows)), strict=True)), batch, signature)
 
@@ -135,7 +134,7 @@ class FusedSession(OpenSession):
     def rounded(self, tokens: int) -> int:
         from hasten.kernels.packing import Bucket
 
-        return Bucket.of([tokens]).tokens
+        return Bucket.of(tokens, 1).tokens
 
     def samples(self, tokens: int, rows: int) -> Sequence[Batch]:
         from hasten.kernels.replay import MOST_GRAPHS
@@ -169,26 +168,27 @@ class FusedSession(OpenSession):
         """Beside the place that the device takes batches from, which may be in use."""
         if batch is None:
             return None
-        bucket, fill = self._packing(batch)
+        bucket, fill = self._packing(batch, batch.tokens)
         # Zeros: `pack` leaves what stands behind the last token, and kernels look its words up.
         whole = np.zeros(sum(bucket.sizes), np.int32)
         fill(whole)
         return bucket, partial(np.copyto, src=whole)
 
-    def _packing(self, batch: Batch) -> tuple[Bucket, Fill]:
+    def _packing(self, batch: Batch, tokens: int) -> tuple[Bucket, Fill]:
         from hasten.kernels.packing import Bucket, pack, places_of
 
         masks = None
         if self._is_of_masks:
             masks = np.flatnonzero(batch.values["input_ids"] == self.spec.signature.mask_id)
-        bucket = Bucket.of(batch.lengths, None if masks is None else len(masks))
-        places = places_of(batch, self._about.geometry.first_place)
-        return bucket, partial(pack, batch=batch, bucket=bucket, places=places, picked=masks)
+        bucket = Bucket.of(tokens, len(batch), None if masks is None else len(masks))
+        first = self._about.geometry.first_place
+        places = places_of(batch, first)
+        return bucket, partial(pack, batch=batch, bucket=bucket, first_place=first, places=places, picked=masks)
 
     def _outputs(self, results: FloatArray, batch: Batch) -> Outputs:
         """Without what the bucket had room for; where there are several outputs, each is a column."""
         signature = self.spec.signature
-        found = results[: int(signature.counts(signature.outputs[0], batch).sum())]
+        found = results[: signature.count(signature.outputs[0], batch)]
         if len(signature.outputs) == 1:
             return {signature.outputs[0].name: found.copy()}
         return {spec.name: found[:, place].copy() for place, spec in enumerate(signature.outputs)}

@@ -135,7 +135,7 @@ class _Session(PaddedSession):
         if len(batch) > self._max_rows:
             parts = [(rows, self.run_padded(batch.take(rows))) for rows in in_order(len(batch), self._max_rows)]
             return gather(parts, batch, signature)
-        counts = [int(signature.counts(spec, batch).sum()) for spec in signature.outputs if MASKS in spec.shape]
+        counts = [signature.count(spec, batch) for spec in signature.outputs if MASKS in spec.shape]
         found = self._engine.infer(pad(batch, signature), counts[0] if counts else None)
         return unpad({spec.name: found[spec.name] for spec in signature.outputs}, batch, signature)
 
