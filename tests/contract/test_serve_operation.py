@@ -335,13 +335,13 @@ def test_whoever_found_a_model_just_before_it_was_replaced_asks_the_new_one(clas
     found: list[Any] = []
     answers: list[Any] = []
 
-    def ask() -> None:
-        found.append(app.models.named("classifier"))
+    def ask(name: str) -> None:
+        found.append(app.models.named(name))
         if len(found) == 1:
             app.models.load(classifier_bundle.path, "classifier")
         found[-1].ask(lambda: TEXT, lambda outputs, _: outputs, lambda answer, _: answers.append(answer))
 
-    once_more(ask)
+    once_more(ask, "classifier")
     assert app.close(60)
     assert len(found) == 2
     assert [list(answer) for answer in answers] == [["logits"]]

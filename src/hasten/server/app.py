@@ -22,6 +22,7 @@ from hasten.server.watch import Seen, Watcher
 
 logger = logging.getLogger("hasten")
 
+Asked = TypeVar("Asked")
 Found = TypeVar("Found")
 
 PROTOCOLS: tuple[Sequence[Route], ...] = (
@@ -98,9 +99,9 @@ class App:
             route, names = self._router.find(exchange.method, exchange.path)
             exchange.tell, exchange.status = route.tell, route.status
             if not route.is_open:
-                self.admit(exchange.headers.get("authorization", ""))
+                self.keys.check(exchange.headers.get("authorization", ""))
             call = Call(exchange, self.models, names)
-            once_more(lambda: route.handle(call))
+            once_more(route.handle, call)
         except NotFoundError as error:
             exchange.reply(error.response())
         except HastenError as error:
@@ -108,10 +109,6 @@ class App:
         except Exception:
             logger.exception("%s %s failed", exchange.method, exchange.path)
             exchange.fail(StageError("the server failed on this request; its log says why"))
-
-    def admit(self, authorization: str) -> None:
-        """Refuse whoever has no key."""
-        self.keys.check(authorization)
 
     def refusal(self, method: str, path: str, headers: Mapping[str, str]) -> Response | None:
         """Of a request whose body is still to come, and is large: what it is not read for."""
@@ -122,7 +119,7 @@ class App:
         try:
             if route.is_open:
                 raise TooLargeError(f"{path} takes no body")
-            self.admit(headers.get("authorization", ""))
+            self.keys.check(headers.get("authorization", ""))
         except HastenError as error:
             return failure(error, route.tell, route.status)
         return None
@@ -140,9 +137,9 @@ class App:
         return is_done
 
 
-def once_more(ask: Callable[[], Found]) -> Found:
+def once_more(ask: Callable[[Asked], Found], asked: Asked) -> Found:
     """Where a model is replaced between being found and being asked, the one in its place is asked."""
     try:
-        return ask()
+        return ask(asked)
     except RetiredError:
-        return ask()
+        return ask(asked)

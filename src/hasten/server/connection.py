@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hasten.core.errors import InputError, OverloadedError, TooLargeError
-from hasten.server.exchange import REQUEST_ID, Exchange, Response, Streamed, failure, has_large_body
+from hasten.server.exchange import MOST_UNASKED, REQUEST_ID, Exchange, Response, Streamed, declared_bytes, failure
 from hasten.server.outlet import Outlet
 from hasten.server.stream import Stream
 from hasten.server.watch import Seen, request_id
@@ -64,7 +65,7 @@ class Connection(asyncio.Protocol):
         # The client does not read what it is sent; it is not read from.
         self._is_stuck = self._is_paused = False
         self._body = bytearray()
-        self._size = 0
+        self._size = self._header_bytes = 0
         self._reset()
 
     # asyncio
@@ -156,23 +157,30 @@ class Connection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         self._url += url
-        self._count(len(url))
+        self._unseen = 0
+        self._header_bytes += len(url)
+        if self._header_bytes > _MOST_HEADER_BYTES:
+            self._refuse_headers()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._is_headed:
             self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self._unseen = 0
+        self._header_bytes += len(name) + len(value)
         self._header_count += 1
-        self._count(len(name) + len(value))
+        if self._header_bytes > _MOST_HEADER_BYTES or self._header_count > _MOST_HEADERS:
+            self._refuse_headers()
 
     def on_headers_complete(self) -> None:
         # Headers behind a body, which chunks may have, are read and mean nothing.
         self._is_headed = True
-        declared = self._headers.get("content-length", "0")
-        if declared.isdecimal() and int(declared) > self._owner.limits.body_bytes:
+        size = declared_bytes(self._headers)
+        if self._owner.limits.body_bytes < size < math.inf:
             self._too_large()
-        elif has_large_body(self._headers) and (refusal := self._unwanted()):
+        elif size > MOST_UNASKED and (refusal := self._unwanted()):
+            # It is not read before it is known that it will be answered.
             self._refuse(refusal)
-        elif self._headers.get("expect", "").lower() == "100-continue" and not self._is_deaf:
+        elif "expect" in self._headers and not self._is_deaf and self._headers["expect"].lower() == "100-continue":
             self._outlet.write(CONTINUE)
 
     def on_chunk_header(self) -> None:
@@ -209,10 +217,12 @@ class Connection(asyncio.Protocol):
         self._waiting.append((exchange, is_kept, is_old))
         self._ahead_bytes += len(body)
         # Not sooner: the answer before this one would be the last, and close.
-        self._owner.settle()
+        if self._owner.answered:
+            self._owner.settle()
         if self._current is None and not self._transport.is_closing():
             self._next()
-        self._regulate()
+        if self._waiting:
+            self._regulate()
 
     # The way back
 
@@ -230,7 +240,8 @@ class Connection(asyncio.Protocol):
         if self._waiting:
             self._current, self._is_kept, self._is_old = self._waiting.popleft()
             self._ahead_bytes -= len(self._current.body)
-            self._regulate()
+            if self._is_paused:
+                self._regulate()
             self._owner.app(self._current)
         elif self._refusal is not None:
             self._say_why()
@@ -246,8 +257,10 @@ class Connection(asyncio.Protocol):
             self._outlet.send(_written(response, exchange), announce)
         else:
             announce()
-        with suppress(RuntimeError):  # the loop is closed, and with it the connection
+        try:
             self._loop.call_soon_threadsafe(owner.settle)
+        except RuntimeError:
+            logger.debug("the loop is closed, and with it the connection")
 
     def settle(self, response: Response) -> None:
         """Write what was not sent, count it, and go on to the next."""
@@ -373,12 +386,6 @@ class Connection(asyncio.Protocol):
         self._body = bytearray()
         self._size = self._header_bytes = self._header_count = self._unseen = 0
         self._is_headed = False
-
-    def _count(self, size: int) -> None:
-        self._unseen = 0
-        self._header_bytes += size
-        if self._header_bytes > _MOST_HEADER_BYTES or self._header_count > _MOST_HEADERS:
-            self._refuse_headers()
 
     def _regulate(self) -> None:
         """Read not too far ahead, and nothing from a client that does not read."""

@@ -37,7 +37,7 @@ class Crew:
         self._idle_encoders = 0
         # Who was busy last is last, and is woken first: a session that has just run is still in the caches.
         self._idle: list[Worker] = []
-        self._chores: deque[Chore] = deque()
+        self.chores: deque[Chore] = deque()
         self._is_dismissed = False
 
     def start(self, work: Callable[[Worker], None]) -> None:
@@ -60,7 +60,7 @@ class Crew:
 
     def add(self, chore: Chore) -> None:
         """For whoever is idle, or will be first."""
-        self._chores.append(chore)
+        self.chores.append(chore)
         if not self.wake_worker() and self._idle_encoders:
             self._encoders_wake.notify()
 
@@ -68,21 +68,17 @@ class Crew:
         """To an encoder, for a worker that has something better to do; whether one was idle."""
         if not self._idle_encoders:
             return False
-        self._chores.append(chore)
+        self.chores.append(chore)
         self._encoders_wake.notify()
         return True
 
-    @property
-    def has_chores(self) -> bool:
-        return bool(self._chores)
-
     def take(self) -> Chore | None:
         """The one that was added first."""
-        return self._chores.popleft() if self._chores else None
+        return self.chores.popleft() if self.chores else None
 
     def call_encoders(self) -> None:
         """Where chores are left: whoever added them took the worker that now runs a batch for idle."""
-        if self._chores:
+        if self.chores:
             self._encoders_wake.notify_all()
 
     # Who waits
@@ -114,11 +110,11 @@ class Crew:
     def _encode(self) -> None:
         while True:
             with self._lock:
-                while not self._chores:
+                while not self.chores:
                     if self._is_dismissed:
                         return
                     self._idle_encoders += 1
                     self._encoders_wake.wait()
                     self._idle_encoders -= 1
-                chore = self._chores.popleft()
+                chore = self.chores.popleft()
             chore()

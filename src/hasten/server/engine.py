@@ -9,10 +9,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
+import msgspec
 import numpy as np
 
 from hasten.backends import Session
@@ -36,8 +36,7 @@ class RetiredError(UnavailableError):
     """Asked after it was replaced, taken away or stopped: whoever still found it may look again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(msgspec.Struct, frozen=True):
     """What one request cost, for metrics and logs."""
 
     rows: int
@@ -47,8 +46,7 @@ class Measured:
     compute_s: float
 
 
-@dataclass(slots=True, eq=False)
-class Request(Generic[Answer]):
+class Request(msgspec.Struct, Generic[Answer], eq=False):
     """What a protocol asks for: how to make rows of it, and what to make of their outputs. Both run off its thread."""
 
     encode: Callable[[], Encoded]
@@ -167,11 +165,11 @@ class Engine:
         crew = self._crew
         while True:
             with self._lock:
-                while not crew.has_chores and not self._is_ready():
+                while not (is_ready := self._is_ready()) and not crew.chores:
                     if self._is_closing and not self._open:
                         return
                     crew.rest(worker, self._patience())
-                job = self._queue.take(time.monotonic()) if self._is_ready() else None
+                job = self._queue.take(time.monotonic()) if is_ready else None
                 dropped, self._queue.dropped = self._queue.dropped, []
                 # Runs what waits before it prepares more: others can do that meanwhile.
                 chore = crew.take() if job is None else None
@@ -185,12 +183,11 @@ class Engine:
 
     def _is_ready(self) -> bool:
         """Whether a batch should start now, rather than wait for more to go with it."""
-        oldest = self._queue.oldest
-        if oldest is None:
+        if not self._queue:
             return False
         # At the end no more will come.
-        is_pressing = self._is_closing or self._max_wait_s == 0 or self._queue.is_full
-        return is_pressing or time.monotonic() - oldest >= self._max_wait_s
+        is_pressing = self._max_wait_s == 0 or self._is_closing or self._queue.is_full
+        return is_pressing or self._patience() == 0
 
     def _patience(self) -> float | None:
         oldest = self._queue.oldest
@@ -232,11 +229,15 @@ class Engine:
     def _run(self, worker: Worker, job: Job) -> None:
         worker.busy_since = time.monotonic()
         tokens = job.tokens
+        turns, seat = self._seat.turns, self._seat
+        turns.enter(seat, tokens)
         try:
-            with self._seat.turn(tokens):
-                begin = time.monotonic()
+            begin = time.monotonic()
+            try:
                 outputs = worker.session.run(job.batch)
-                seconds = time.monotonic() - begin
+            finally:
+                turns.leave(seat)
+            seconds = time.monotonic() - begin
             parts = self._apart(job, outputs)
         except BaseException as error:
             worker.busy_since = None
@@ -273,7 +274,7 @@ class Engine:
                 work.missing -= len(part.rows)
                 is_complete = not work.missing
                 # Decoded here if nothing else is to be run, by others if so.
-                is_busy = is_complete and self._queue.oldest is not None
+                is_busy = is_complete and bool(self._queue)
                 is_given = is_busy and self._crew.give_away(partial(self._complete, work))
             if is_complete and not is_given:
                 self._complete(work)
@@ -335,10 +336,9 @@ class Engine:
                 self._admission.answered(request.work.tokens)
                 # They know each other: without this only the garbage collector, which stops all threads, frees them.
                 request.work = None
-            if not self._open:
+            if self._is_closing and not self._open:
                 self._all_done.notify_all()
-                if self._is_closing:
-                    self._crew.dismiss()
+                self._crew.dismiss()
         if not request.is_cancelled:
             try:
                 request.on_done(answer, measured)

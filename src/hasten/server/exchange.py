@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar
 
 import msgspec
@@ -30,7 +30,7 @@ Body = TypeVar("Body")
 JSON, TEXT, BINARY = "application/json", "text/plain", "application/octet-stream"
 REQUEST_ID = "x-request-id"
 # Of a body: whoever has no key may send as much as headers may have.
-_MOST_UNASKED = 2**16
+MOST_UNASKED = 2**16
 # What logs and metrics call a client that left before it was answered.
 _GONE = 499
 
@@ -47,12 +47,11 @@ _STATUS: tuple[tuple[type[HastenError], int], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
+class Response(msgspec.Struct, frozen=True):
     status: int
     body: bytes
     content_type: str = JSON
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = {}
 
     @classmethod
     def json(cls, value: object, status: int = 200) -> Response:
@@ -63,8 +62,7 @@ class Response:
         return cls(status, text.encode(), f"{TEXT}; charset=utf-8")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Streamed(Response):
+class Streamed(Response, frozen=True, kw_only=True):
     """Its body comes in parts, while it is sent."""
 
     stream: Stream
@@ -83,8 +81,7 @@ def tell_plainly(error: HastenError) -> Failure:
     return {"error": str(error)}
 
 
-@dataclass(slots=True, eq=False)
-class Exchange:
+class Exchange(msgspec.Struct, eq=False):
     method: str
     path: str
     query: str
@@ -102,11 +99,12 @@ class Exchange:
     # What to do when the client leaves before it has all of its answer.
     on_close: Callable[[], None] | None = None
     is_closed: bool = False
-    begin: float = field(default_factory=time.monotonic)
+    begin: float = msgspec.field(default_factory=time.monotonic)
     # For whoever watches: the model that was asked, and what it cost.
     model: str = ""
     measured: Measured | None = None
-    id: str = field(init=False)
+    # The client's own name for it, or one of ours.
+    id: str = ""
 
     def __post_init__(self) -> None:
         self.id = request_id(self.headers.get(REQUEST_ID, ""))
@@ -162,10 +160,12 @@ class Exchange:
         return Seen(self.id, what, self.model, response.status, seconds, self.measured, trace)
 
 
-def has_large_body(headers: Mapping[str, str]) -> bool:
-    """Or one that does not say how large it is: it is not read before it is known that it will be answered."""
+def declared_bytes(headers: Mapping[str, str]) -> float:
+    """Of a body; without end where it does not say how large it is."""
+    if "transfer-encoding" in headers:
+        return math.inf
     declared = headers.get("content-length", "0")
-    return "transfer-encoding" in headers or (declared.isdecimal() and int(declared) > _MOST_UNASKED)
+    return int(declared) if declared.isdecimal() else 0
 
 
 def read_json(body: bytes | memoryview, kind: type[Body]) -> Body:

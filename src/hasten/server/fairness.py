@@ -35,39 +35,49 @@ class Turns:
         self._seats: list[Seat] = []
         # What whoever had the last turn had been served before it: where those are who are not idle.
         self._now = 0.0
-        self._change = threading.Condition()
+        self._waiting = 0
+        self._lock = threading.Lock()
+        self._change = threading.Condition(self._lock)
 
     def join(self, cores: int = 1) -> Seat:
         """A model whose sessions take so many cores each."""
-        with self._change:
+        with self._lock:
             # A newcomer starts where the others are, not with the right to all they have had.
             seat = Seat(self, min(cores, self._cores), self._now)
             self._seats.append(seat)
             return seat
 
     def retire(self, seat: Seat) -> None:
-        with self._change:
+        with self._lock:
             self._seats.remove(seat)
 
     def enter(self, seat: Seat, tokens: int) -> None:
-        with self._change:
+        """Wait for a turn; who enters leaves, whatever happens."""
+        with self._lock:
             if not seat.waiting:
                 # Nor has whoever was idle a claim on what it did not want.
                 seat.served = max(seat.served, self._now)
-            seat.waiting += 1
-            while self._free < seat.cores or self._next() is not seat:
-                self._change.wait()
-            seat.waiting -= 1
+            if self._waiting or self._free < seat.cores:
+                self._wait(seat)
             self._now = max(self._now, seat.served)
             seat.served += tokens
             self._free -= seat.cores
-            if self._free:
+            if self._free and self._waiting:
                 self._change.notify_all()
 
     def leave(self, seat: Seat) -> None:
-        with self._change:
+        with self._lock:
             self._free += seat.cores
-            self._change.notify_all()
+            if self._waiting:
+                self._change.notify_all()
+
+    def _wait(self, seat: Seat) -> None:
+        seat.waiting += 1
+        self._waiting += 1
+        while self._free < seat.cores or self._next() is not seat:
+            self._change.wait()
+        seat.waiting -= 1
+        self._waiting -= 1
 
     def _next(self) -> Seat:
         return min((seat for seat in self._seats if seat.waiting), key=lambda seat: seat.served)

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -247,7 +246,7 @@ class _Service:
         return message("RepositoryModelUnloadResponse")()
 
     def _infer(self, call: Call) -> Any:
-        once_more(lambda: self._ask(call))
+        once_more(self._ask, call)
         if not call.context.add_callback(call.leave):
             call.leave()
         return response_to(call.request, call.wait())
@@ -274,7 +273,7 @@ class _Service:
                     call = Call(STREAM, context)
                     try:
                         call.read("ModelInferRequest", data)
-                        once_more(partial(self._ask, call))
+                        once_more(self._ask, call)
                     except Exception as error:
                         call.give(_known(call, error))
                     line.add(call)

@@ -7,7 +7,7 @@ and gives tensors by the graph's names and, decoded, `answer`: JSON, one string 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -41,18 +41,16 @@ _MOST_AXES = 8
 _MOST_US = 10**15
 
 
-@dataclass(frozen=True, slots=True)
-class Inference:
+class Inference(msgspec.Struct, frozen=True):
     """A request, read: strings are arrays of `str` objects."""
 
     tensors: Mapping[str, Tensor]
     # The outputs that are wanted; all there are, where none is named.
     outputs: tuple[str, ...] = ()
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(msgspec.Struct, frozen=True):
     """One of an answer: numbers, or as many byte strings."""
 
     name: str

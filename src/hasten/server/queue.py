@@ -8,8 +8,9 @@ Taking one costs time by the requests that wait, not by their rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from hasten.core.batching import FREE_PADDING, MOST_PADDING, TOKEN_BUDGET
@@ -36,8 +37,7 @@ class Limits:
     rounded: Callable[[int], int] | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Work:
+class Work(msgspec.Struct, eq=False):
     """The rows of one request on their way."""
 
     batch: Batch
@@ -50,13 +50,13 @@ class Work:
     # Whether it was answered, with its outputs or with what went wrong.
     is_over: bool = False
     compute_s: float = 0.0
-    parts: list[tuple[IntArray, Outputs]] = field(default_factory=list)
-    tokens: int = field(init=False)
+    parts: list[tuple[IntArray, Outputs]] = []
+    tokens: int = 0
     # How many of its rows have no outputs yet.
-    missing: int = field(init=False)
+    missing: int = 0
     # The places of its rows that still wait, by their length; and its own place in the order of arrival.
-    rows: dict[int, list[int]] = field(init=False, default_factory=dict)
-    order: int = field(init=False, default=0)
+    rows: dict[int, list[int]] = {}
+    order: int = 0
 
     def __post_init__(self) -> None:
         lengths = self.batch.lengths.tolist()
@@ -73,8 +73,7 @@ class Work:
         return self.arrived + steps * _STEP_S, self.order
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(msgspec.Struct, frozen=True):
     """The rows of one request that run in one batch."""
 
     work: Work
@@ -85,8 +84,7 @@ class Slice:
         return whole if len(self.rows) == len(whole) else whole.take(self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """What a session runs at once, and whose it is."""
 
     batch: Batch
@@ -178,7 +176,10 @@ class Queue:
         rows, limits = len(places), self._limits
         if rows < len(work.batch) or rows > limits.rows_per_batch or rows * length > limits.tokens_per_batch:
             return None
-        self._remove([work])
+        work.rows = {}
+        self._works.clear()
+        self._by_length.clear()
+        self._rows = self._tokens = 0
         return Job(work.batch, [Slice(work, np.arange(rows))], limits.rounded)
 
     def discard(self, work: Work) -> bool:
@@ -228,7 +229,11 @@ class Queue:
                     yield from ((work, length, place) for place in work.rows[length])
 
     def drop(self, now: float) -> None:
-        gone = [work for work in self._works.values() if work.is_cancelled or work.is_over or _is_late(work, now)]
+        gone = [
+            work
+            for work in self._works.values()
+            if work.is_cancelled or work.is_over or (work.deadline is not None and now > work.deadline)
+        ]
         if gone:
             self._remove(gone)
             self.dropped += gone
@@ -251,7 +256,3 @@ class Queue:
         work.rows = {length: places for length, places in rows.items() if places}
         if not work.rows:
             del self._works[work.order]
-
-
-def _is_late(work: Work, now: float) -> bool:
-    return work.deadline is not None and now > work.deadline

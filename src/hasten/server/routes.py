@@ -10,6 +10,8 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
+
 from hasten.core.errors import HastenError, InputError, PlanError, StageError
 from hasten.server.engine import Measured
 from hasten.server.exchange import JSON, Exchange, Response, status_of, tell_plainly
@@ -36,8 +38,7 @@ def writing(model: Model) -> ServedWriter:
     raise InputError(f"'{model.name}' answers {task}, and does not write text", hint="/predict asks it")
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """A request at a route: the names in its path, and what the server has."""
 
     exchange: Exchange

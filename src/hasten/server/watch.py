@@ -9,15 +9,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+
+import msgspec
 
 from hasten.server.engine import Measured
 
 logger = logging.getLogger("hasten")
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(msgspec.Struct, frozen=True):
     """A request that was answered."""
 
     id: str
@@ -32,7 +32,7 @@ class Seen:
     # The caller's span, as W3C's trace context writes it; empty where there is none.
     trace: str = ""
     # When it was.
-    at_ns: int = field(default_factory=time.time_ns)
+    at_ns: int = msgspec.field(default_factory=time.time_ns)
 
 
 Watcher = Callable[[Seen], None]

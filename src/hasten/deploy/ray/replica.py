@@ -146,7 +146,7 @@ class OnDemand:
             # Not in the event loop: a body may be large.
             name = await asyncio.to_thread(asked_model, self._router, exchange)
             if name in (known := self._app.models.paths):
-                self._app.admit(exchange.headers.get("authorization", ""))
+                self._app.keys.check(exchange.headers.get("authorization", ""))
                 await self._load(name)
             elif name == "":
                 raise InputError("several models are served here", hint=f'name one with "model": {", ".join(known)}')
