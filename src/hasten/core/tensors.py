@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -129,10 +130,7 @@ class Batch:
         first = next(iter(rows.values()))
         lengths = np.fromiter(map(len, first), np.int32, len(first))
         total = int(lengths.sum())
-        values = {
-            name: np.fromiter((value for row in column for value in row), np.int32, total)
-            for name, column in rows.items()
-        }
+        values = {name: np.fromiter(chain.from_iterable(column), np.int32, total) for name, column in rows.items()}
         return cls(values, lengths)
 
     @classmethod
@@ -142,13 +140,16 @@ class Batch:
 
     def take(self, rows: IntArray) -> Batch:
         """The given rows, in the given order."""
-        starts = np.concatenate(([0], np.cumsum(self.lengths)))
-        index = (
-            np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
-            if len(rows)
-            else np.zeros(0, np.int64)
-        )
-        return Batch({name: value[index] for name, value in self.values.items()}, self.lengths[rows])
+        lengths = self.lengths[rows]
+        index = within((np.cumsum(self.lengths) - self.lengths)[rows], lengths)
+        return Batch({name: value[index] for name, value in self.values.items()}, lengths)
+
+
+def within(starts: IntArray, lengths: IntArray) -> IntArray:
+    """The places of pieces that begin there and are so long, end to end."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) + np.repeat(starts - ends + lengths, lengths)
 
 
 def tiled(rows: Batch, lengths: IntArray, mask_id: int | None = None) -> Batch:
@@ -209,11 +210,12 @@ def gather(parts: Iterable[tuple[IntArray, Outputs]], batch: Batch, signature: S
     collected = list(parts)
     result: dict[str, FloatArray] = {}
     for spec in signature.outputs:
-        starts = np.concatenate(([0], np.cumsum(signature.counts(spec, batch))))
+        counts = signature.counts(spec, batch)
+        starts = np.cumsum(counts) - counts
         first = collected[0][1][spec.name]
-        whole = np.empty((int(starts[-1]), *first.shape[1:]), first.dtype)
+        whole = np.empty((int(counts.sum()), *first.shape[1:]), first.dtype)
         for rows, outputs in collected:
-            whole[np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])] = outputs[spec.name]
+            whole[within(starts[rows], counts[rows])] = outputs[spec.name]
         result[spec.name] = whole
     return result
 
