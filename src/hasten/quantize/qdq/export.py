@@ -56,8 +56,8 @@ def exported(model: nn.Module, tokenizer: Any) -> Any:
         raise PlanError(f"no quantizer of {type(model).__name__} is on and calibrated", hint="calibrate it first")
     opset, ir_version = _VERSIONS[active[0].precision]
     was_training = model.training
-    module = _Answering(model.eval(), *_example(model, tokenizer))
     try:
+        module = _Answering(model.eval(), *_example(model, tokenizer))
         with torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the tracer's advice, about sizes that the example fixes on purpose
             answers = dict(zip(module.outputs, module(*module.feeds.values()), strict=True))
