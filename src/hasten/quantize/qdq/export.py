@@ -98,11 +98,17 @@ class _Answering(nn.Module):
 def _example(model: nn.Module, tokenizer: Any) -> tuple[dict[str, Tensor], list[str]]:
     """Two rows of different length, so that no size is traced as one and the mask matters; and what they give."""
     accepted = inspect.signature(model.forward).parameters
-    encoded = tokenizer(_TEXTS, padding=True, return_tensors="pt")
     device = next(model.parameters()).device
-    feeds = {name: value.int().to(device) for name, value in encoded.items() if name in accepted}
-    with torch.inference_mode():
-        given = model(**feeds, return_dict=True)
+    try:
+        encoded = tokenizer(_TEXTS, padding=True, return_tensors="pt")
+        feeds = {name: value.int().to(device) for name, value in encoded.items() if name in accepted}
+        with torch.inference_mode():
+            given = model(**feeds, return_dict=True)
+    except Exception as error:  # a model's own class and its tokenizer may do anything
+        raise UnsupportedError(
+            f"{type(model).__name__} does not take texts as its tokenizer gives them: {type(error).__name__}: {error}",
+            hint="hasten.build knows what more the inputs of a task need",
+        ) from error
     outputs = [name for name in _ANSWERS if name in given]
     if not outputs:
         raise UnsupportedError(f"{type(model).__name__} gives none of {', '.join(_ANSWERS)}")

@@ -37,7 +37,7 @@ class Sensitivity:
         lines = [f"{'all off':{width}}  {self.reference:9.4f}"]
         for each in self.costs:
             bar = "█" * round(_BAR * max(each.cost, 0.0) / largest)
-            lines.append(f"{each.name:{width}}  {each.value:9.4f}  {-each.cost:+9.4f}  {bar}".rstrip())
+            lines.append(f"{each.name:{width}}  {each.value:9.4f}  {each.value - self.reference:+9.4f}  {bar}".rstrip())
         return "\n".join(lines)
 
 
