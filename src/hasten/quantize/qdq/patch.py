@@ -184,7 +184,7 @@ class _Patch:
         ]
         if plain:
             logger.warning(
-                "%s of %s stays in float, and %d linear layers in all: they are made where rewriting does not reach",
+                "'%s' of %s stays in float, made where rewriting does not reach; such linear layers: %d",
                 plain[0],
                 type(model).__name__,
                 len(plain),
