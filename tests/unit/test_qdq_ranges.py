@@ -155,6 +155,12 @@ def test_weights_are_measured_after_the_last_step_of_training() -> None:
     assert torch.equal(layer.weight_quantizer.amax, layer.weight.detach().abs().amax(dim=1))
 
 
+def test_a_layer_without_numbers_is_not_calibrated() -> None:
+    """As accelerate makes a model before it is known where its weights will be."""
+    layer = QuantizedLinear(4, 2, precision=Precision.INT8).to("meta").eval()
+    assert not layer.input_quantizer.is_active
+
+
 def test_ranges_come_back_from_a_state_dict() -> None:
     first, second = Quantizer(Precision.INT8), Quantizer(Precision.INT8)
     assert not first.is_calibrated

@@ -53,7 +53,8 @@ class Quantizer(nn.Module):
     def is_calibrated(self) -> bool:
         # Asked of the numbers once for each tensor: on a GPU every look at them waits for all that was launched.
         if self._checked is not self.amax:
-            self._checked, self._is_known = self.amax, not bool(self.amax.isnan().any())
+            self._checked = self.amax
+            self._is_known = not (self.amax.is_meta or bool(self.amax.isnan().any()))
         return self._is_known
 
     @property
