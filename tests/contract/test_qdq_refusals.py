@@ -114,6 +114,21 @@ def test_groups_may_be_patterns(calibrated: Any) -> None:
     assert len(qdq.relax(calibrated, always(-1.0), found, max_drop=0.5)) == 12
 
 
+def test_a_search_asks_only_after_something_changed(calibrated: Any) -> None:
+    """Evaluations are what takes long, and a linear layer has two quantizers that go off together."""
+    calls: list[Any] = []
+
+    def evaluate(model: Any) -> float:
+        calls.append(sum(part.is_active for part in qdq.quantizers(model).values()))
+        return -1.0 if calls[-1] else 0.0
+
+    found = qdq.sensitivity(calibrated, evaluate)
+    calls.clear()
+    active = [name for name, part in qdq.quantizers(calibrated).items() if part.is_active]
+    assert sorted(qdq.relax(calibrated, evaluate, found, max_drop=0.5)) == sorted(active)
+    assert calls == sorted(set(calls), reverse=True)
+
+
 def test_ways_that_a_precision_does_not_know_are_not_tried(folder: Path, batch: Any) -> None:
     model, seen = made(folder, "fp8"), []
 

@@ -74,10 +74,12 @@ def relax(model: nn.Module, evaluate: Callable[[nn.Module], float], found: Sensi
     of_module = groups(model)
     off: list[str] = []
     for each in found.costs:
+        holders = {name.rpartition(".")[0] for name in each.quantizers} & of_module.keys()
+        if not holders:
+            continue  # went off with another
         if found.reference - asked(evaluate, model) <= max_drop:
             break
-        for holder in dict.fromkeys(name.rpartition(".")[0] for name in each.quantizers):
-            off += disable(model, *of_module.pop(holder)) if holder in of_module else []
+        off += disable(model, *(name for holder in sorted(holders) for name in of_module.pop(holder)))
     return off
 
 
