@@ -144,6 +144,14 @@ def test_ways_that_a_precision_does_not_know_are_not_tried(folder: Path, batch: 
     assert len(ranked) == 5
 
 
+def test_frozen_parts_stay_frozen(folder: Path, calibrated: Any, batch: Any, tmp_path: Path) -> None:
+    calibrated.train().bert.embeddings.eval()
+    before = {name: part.training for name, part in calibrated.named_modules()}
+    calibrate(calibrated, [batch])
+    qdq.export(calibrated, transformers.AutoTokenizer.from_pretrained(folder), tmp_path)
+    assert {name: part.training for name, part in calibrated.named_modules()} == before
+
+
 def test_an_export_that_fails_leaves_the_model_in_training(calibrated: Any, tmp_path: Path) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ValueError("no words")

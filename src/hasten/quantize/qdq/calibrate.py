@@ -14,7 +14,7 @@ from hasten.core.variant import Precision
 from hasten.quantize.qdq.quantizer import QuantizedLinear, Quantizer
 from hasten.quantize.qdq.ranges import Histogram, Method, check_method, find_range
 from hasten.quantize.qdq.sensitivity import asked
-from hasten.quantize.qdq.switch import quantizers
+from hasten.quantize.qdq.switch import evaluating, quantizers
 
 # What a model is called with, or a tokenizer's output.
 Feeds: TypeAlias = Mapping[str, Any]
@@ -46,20 +46,17 @@ def observe(model: nn.Module, batches: Iterable[Feeds]) -> dict[str, Histogram]:
     """Histograms of what comes to every activation quantizer, while the model computes in float."""
     found = {name: part for name, part in quantizers(model).items() if part.channels is None}
     seen = {name: Histogram(name) for name in found}
-    was_training = model.training
-    model.eval()
     count, device = 0, next(model.parameters()).device
     try:
         for name, part in found.items():
             part.observer = seen[name]
-        with torch.no_grad(), _off(model):
+        with torch.no_grad(), evaluating(model), _off(model):
             for feeds in batches:
                 model(**_on(device, feeds))
                 count += 1
     finally:
         for part in found.values():
             part.observer = None
-        model.train(was_training)
     if not count:
         raise InputError("there are no batches to calibrate on")
     return seen

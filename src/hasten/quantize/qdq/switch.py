@@ -46,6 +46,18 @@ def switched(model: nn.Module, *, off: tuple[str, ...] = (), on: tuple[str, ...]
             part.is_enabled = is_enabled
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation for a while; afterwards each part as it was, frozen ones too."""
+    before = {part: part.training for part in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, is_training in before.items():
+            part.training = is_training
+
+
 def _switch(model: nn.Module, patterns: tuple[str, ...], *, is_enabled: bool) -> list[str]:
     known, names = quantizers(model), chosen(model, patterns or ("*",))
     for name in names:
