@@ -218,6 +218,12 @@ def test_without_ranges_it_is_refused_and_with_all_off_it_is_a_float_model(
         hasten.build(model, no_leftovers, variants=OF_QUANTIZERS, **asked)
 
 
+def test_a_directory_is_built_inside_of_patched_as_outside(fitted: Path, data: Path, quick_build: Any) -> None:
+    with qdq.patched():
+        bundle = quick_build(fitted, variants=["onnxruntime-fp32"], data=data)
+    assert candidates(bundle)["onnxruntime-fp32"].status is Status.CHOSEN
+
+
 def test_quantizers_that_no_bundle_runs_are_refused(fitted: Path, no_leftovers: Path) -> None:
     with qdq.patched("fp8"), qdq.calibration("max") as calibrate:
         model = transformers.AutoModelForSequenceClassification.from_pretrained(fitted).eval()

@@ -71,7 +71,7 @@ def test_bad_wishes_are_refused() -> None:
             check_method(method, value, precision)
     with pytest.raises(InputError, match="no rows"):
         find_range(Histogram(), Method.MAX, None, Precision.INT8)
-    with pytest.raises(StageError, match="not finite"):
+    with pytest.raises(StageError, match="not finite at a tensor"):
         seen(torch.tensor([1.0, float("inf")]))
 
 
@@ -120,6 +120,45 @@ def test_gradients_pass_straight_through_what_was_not_cut_off() -> None:
     quantizer(values).sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_ranges_stay_in_fp32_where_a_model_goes_to_half_precision() -> None:
+    """A channel of zeros has a range that fp16 has no number for, and bf16 has three digits."""
+    layer = QuantizedLinear(4, 2, bias=False, precision=Precision.INT8).eval()
+    with torch.no_grad():
+        layer.weight[0] = 0.0
+    layer.input_quantizer.set_range(1.2345678)
+    layer.measure_weight()
+    before = layer.weight_quantizer.amax.clone()
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        layer.to(dtype)
+        assert torch.equal(layer.weight_quantizer.amax, before)
+        assert float(layer.input_quantizer.amax) == pytest.approx(1.2345678)
+        answer = layer(torch.ones(1, 4, dtype=dtype))
+        assert answer.dtype is dtype
+        assert answer.isfinite().all()
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)  # as transformers loads a model in half precision
+    try:
+        assert Quantizer(Precision.INT8).amax.dtype is torch.float32
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def test_weights_are_measured_after_the_last_step_of_training() -> None:
+    layer = QuantizedLinear(4, 2, bias=False, precision=Precision.INT8).train()
+    layer.input_quantizer.set_range(1.0)
+    layer.measure_weight()
+    layer(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=1.0).step()
+    layer.eval()
+    assert torch.equal(layer.weight_quantizer.amax, layer.weight.detach().abs().amax(dim=1))
+
+
+def test_a_layer_without_numbers_is_not_calibrated() -> None:
+    """As accelerate makes a model before it is known where its weights will be."""
+    layer = QuantizedLinear(4, 2, precision=Precision.INT8).to("meta").eval()
+    assert not layer.input_quantizer.is_active
 
 
 def test_ranges_come_back_from_a_state_dict() -> None:

@@ -77,6 +77,8 @@ PRODUCTS = """
         ("torch.matmul(a, b.transpose(0, 1))", ["a_quantizer", "b_quantizer"]),
         ("torch.bmm(a[None], b[None])[0]", ["a_quantizer", "b_quantizer"]),
         ("a.matmul(b)", ["a_quantizer", "b_quantizer"]),
+        ("nn.functional.linear(a, b)", ["a_quantizer", "b_quantizer"]),
+        ("a.clone(); first @= b", ["first_quantizer", "b_quantizer"]),
         ("(a @ b) @ b", ["a_quantizer", "b_quantizer", "a_2_quantizer", "b_2_quantizer"]),
         (
             "nn.functional.scaled_dot_product_attention(a[None], b[None], a[None])[0]",
@@ -189,6 +191,66 @@ def test_inheritance_and_functions_go_on_as_written(module_of: Callable[[str], M
     assert dict(vars(module)) == before
 
 
+SHARED = """
+    class Base(nn.Module):
+        def forward(self, a):
+            return a @ a
+
+        def other(self, a):
+            return a @ a
+
+
+    class Extended(Base):
+        def forward(self, a):
+            return super().forward(a) + (2 * a) @ a
+
+
+    class Instead(Base):
+        def forward(self, a):
+            return (2 * a) @ a + self.other(a)
+"""
+
+
+def test_a_class_and_its_base_do_not_share_quantizers(module_of: Callable[[str], ModuleType]) -> None:
+    """One scale for two places would be that of the larger one."""
+    module = module_of(SHARED)
+    assert len(names(made(module, "Base"))) == 4
+    extended, instead = made(module, "Extended"), made(module, "Instead")
+    for model in (extended, instead):
+        called: list[Any] = []
+        for part in model.modules():
+            if isinstance(part, Quantizer):
+                part.register_forward_hook(lambda part, *_, called=called: called.append(part))
+        a = torch.randn(3, 3)
+        torch.testing.assert_close(model(a), 3 * a @ a)
+        assert len(called) == len(set(called)) == 4
+
+
+def test_methods_that_need_their_class_body_are_refused(module_of: Callable[[str], ModuleType]) -> None:
+    source = """
+        class Own(nn.Module):
+            SIZE = 3
+
+            def forward(self, a, size=SIZE):
+                return a @ a
+
+
+        class User(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.own = Own()
+
+
+        class Innocent(nn.Module):
+            def forward(self, a):
+                return a @ a
+    """
+    module = module_of(source)
+    with pytest.raises(UnsupportedError, match=r"class Own in 'Own', .* name 'SIZE' is not defined \(.*\.py:4\)"):
+        made(module, "User")
+    assert names(made(module, "Innocent"))
+
+
 def test_tracebacks_show_the_original_file_and_line(module_of: Callable[[str], ModuleType]) -> None:
     module = module_of(PRODUCTS.format("torch.matmul(a, b)"))
     model = made(module, "Products")
@@ -209,6 +271,7 @@ def test_tracebacks_show_the_original_file_and_line(module_of: Callable[[str], M
         ("def f(a):\n    return a @ a\n", "a @ a", 4),
         ("def f(a):\n    return torch.einsum('ij,jk', a, a)\n", "torch.einsum", 4),
         ("def f(module, a):\n    return torch.baddbmm(a, a, a)\n", "torch.baddbmm", 4),
+        ("def f(a):\n    return nn.MultiheadAttention(4, 2)(a, a, a)\n", "nn.MultiheadAttention", 4),
     ],
 )
 def test_what_cannot_be_rewritten_is_refused_with_construct_file_and_line(

@@ -105,10 +105,11 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
         import transformers
     except ImportError as error:
         raise missing_package(error.name or "torch", "building", "build") from error
+    from hasten.quantize.qdq.patch import outside
 
     task = detect_task(model, plan)
     layout = read_layout(model, plan) if task.name == EMBEDDING else None
-    with quiet_libraries():
+    with quiet_libraries(), outside():
         tokenizer = load_tokenizer(model, plan)
         try:
             if model.base is None:

@@ -53,7 +53,6 @@ def saved(model: object, tokenizer: Any = None) -> Iterator[Saved]:
             yield Saved(directory)
         return
     from hasten.builder.quantized import rounds
-    from hasten.quantize.qdq.patch import outside
 
     if _PEFT in _kinds(model):
         raise UnsupportedError(
@@ -61,7 +60,7 @@ def saved(model: object, tokenizer: Any = None) -> Iterator[Saved]:
         )
     quantized = _find_transformers(model) if rounds(model) else None
     # The original is the plain model: saved and loaded again, it comes without quantizers, in its own attention.
-    with outside(), _saved(model, tokenizer) as directory:
+    with _saved(model, tokenizer) as directory:
         yield Saved(directory, quantized)
 
 

@@ -61,7 +61,9 @@ def load_writer(model: ModelDirectory, task: str, plan: Plan) -> Writer:
         import transformers
     except ImportError as error:
         raise missing_package(error.name or "torch", "building", "build") from error
-    with quiet_libraries():
+    from hasten.quantize.qdq.patch import outside
+
+    with quiet_libraries(), outside():
         tokenizer = load_tokenizer(model, plan)
         if not getattr(tokenizer, "is_fast", False):
             raise UnsupportedError(

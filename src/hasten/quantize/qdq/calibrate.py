@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hasten.core.errors import InputError, PlanError, StageError
 from hasten.core.variant import Precision
 from hasten.quantize.qdq.quantizer import QuantizedLinear, Quantizer
 from hasten.quantize.qdq.ranges import Histogram, Method, check_method, find_range
-from hasten.quantize.qdq.switch import quantizers
+from hasten.quantize.qdq.sensitivity import asked
+from hasten.quantize.qdq.switch import evaluating, quantizers
 
 # What a model is called with, or a tokenizer's output.
 Feeds: TypeAlias = Mapping[str, Any]
@@ -35,8 +36,8 @@ def calibration(method: str = Method.MSE, value: float | None = None) -> Iterato
     check_method(method, value, Precision.INT8)
 
     def calibrate(model: nn.Module, batches: Iterable[Feeds]) -> None:
-        seen = observe(model, batches)
-        set_ranges(model, seen, (method, value))
+        _check_choices(model, [(method, value)])
+        set_ranges(model, observe(model, batches), (method, value))
 
     yield calibrate
 
@@ -44,21 +45,18 @@ def calibration(method: str = Method.MSE, value: float | None = None) -> Iterato
 def observe(model: nn.Module, batches: Iterable[Feeds]) -> dict[str, Histogram]:
     """Histograms of what comes to every activation quantizer, while the model computes in float."""
     found = {name: part for name, part in quantizers(model).items() if part.channels is None}
-    seen = {name: Histogram() for name in found}
-    was_training = model.training
-    model.eval()
+    seen = {name: Histogram(name) for name in found}
     count, device = 0, next(model.parameters()).device
     try:
         for name, part in found.items():
             part.observer = seen[name]
-        with torch.no_grad(), _off(model):
+        with torch.no_grad(), evaluating(model), _off(model):
             for feeds in batches:
-                model(**{name: value.to(device) for name, value in feeds.items()})
+                model(**_on(device, feeds))
                 count += 1
     finally:
         for part in found.values():
             part.observer = None
-        model.train(was_training)
     if not count:
         raise InputError("there are no batches to calibrate on")
     return seen
@@ -70,15 +68,13 @@ def set_ranges(model: nn.Module, seen: Mapping[str, Histogram], choice: tuple[st
     for name, part in quantizers(model).items():
         if part.channels is not None:
             continue
-        check_method(method, value, part.precision)
         # What the batches never came to (a branch for other inputs) stays in float.
         if seen[name].counts.sum():
-            try:
-                part.set_range(find_range(seen[name], method, value, part.precision))
-            except StageError as error:
-                raise StageError(f"{name}: {error.message}") from error
-    for part in model.modules():
+            part.set_range(find_range(seen[name], method, value, part.precision))
+    for name, part in model.named_modules():
         if isinstance(part, QuantizedLinear):
+            if not part.weight.isfinite().all():
+                raise StageError(f"the weights of {name} are not finite", hint="the model is broken in float already")
             part.measure_weight()
 
 
@@ -86,19 +82,42 @@ def grid_search(
     model: nn.Module,
     batches: Iterable[Feeds],
     evaluate: Callable[[nn.Module], float],
-    choices: Sequence[Choice] = CHOICES,
+    choices: Sequence[Choice] | None = None,
 ) -> dict[Choice, float]:
-    """Calibrate in each way, ask `evaluate` (more is better) about each, and keep the best: the first in the answer."""
+    """Calibrate in each way, ask `evaluate` (more is better) about each, and keep the best: the first in the answer.
+
+    Without `choices`, in all ways that there are to the precision of the quantizers.
+    """
+    if choices is None:
+        is_even = all(part.precision is Precision.INT8 for part in quantizers(model).values())
+        choices = [choice for choice in CHOICES if is_even or choice != Method.ENTROPY]
     if not choices:
         raise PlanError("there is nothing to choose among")
+    _check_choices(model, [_apart(choice) for choice in choices])
     seen = observe(model, batches)
     values: dict[Choice, float] = {}
     for choice in choices:
         set_ranges(model, seen, _apart(choice))
-        values[choice] = evaluate(model)
+        values[choice] = asked(evaluate, model)
     ranked = dict(sorted(values.items(), key=lambda pair: pair[1], reverse=True))
     set_ranges(model, seen, _apart(next(iter(ranked))))
     return ranked
+
+
+def _check_choices(model: nn.Module, choices: Sequence[tuple[str, float | None]]) -> None:
+    """Before the batches are seen, which may take long."""
+    for precision in {part.precision for part in quantizers(model).values()}:
+        for method, value in choices:
+            check_method(method, value, precision)
+
+
+def _on(device: torch.device, feeds: Any) -> dict[str, Tensor]:
+    if not isinstance(feeds, Mapping) or not all(isinstance(value, Tensor) for value in feeds.values()):
+        raise InputError(
+            f"a {type(feeds).__name__} is no batch: calibration takes a list of dictionaries of tensors",
+            hint="[tokenizer(texts, padding=True, return_tensors='pt'), ...]",
+        )
+    return {name: value.to(device) for name, value in feeds.items()}
 
 
 def _apart(choice: Choice) -> tuple[str, float | None]:

@@ -22,6 +22,7 @@ _PRODUCTS = {
     torch.matmul: 2,
     torch.bmm: 2,
     torch.mm: 2,
+    nn.functional.linear: 2,
     nn.functional.scaled_dot_product_attention: 3,
 }
 _METHODS = ("matmul", "bmm", "mm")
@@ -35,6 +36,8 @@ _UNKNOWN = (
     nn.functional.bilinear,
     nn.functional.multi_head_attention_forward,
 )
+# Modules whose products are in torch's own source.
+_CLOSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Transformer, nn.Bilinear)
 
 
 class Kind(StrEnum):
@@ -60,6 +63,8 @@ class Owner:
 
     # Where its quantizers are found at run time: `self`, or the argument that is the module.
     home: str | None
+    # Names that bases have given away.
+    taken: set[str] = field(default_factory=set)
     quantizers: dict[str, Kind] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     is_changed: bool = False
@@ -68,7 +73,7 @@ class Owner:
         """After what stands there; a second one of the same name gets a number."""
         base, count = _base(operand).strip("_"), 1
         name = f"{base}_quantizer"
-        while name in self.quantizers:
+        while name in self.quantizers or name in self.taken:
             count += 1
             name = f"{base}_{count}_quantizer"
         self.quantizers[name] = kind
@@ -94,7 +99,7 @@ class Rewriter(ast.NodeTransformer):
         return node
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
-        kind = self.sums.get(id(node))
+        kind = Kind.PRODUCT if isinstance(node.op, ast.MatMult) else self.sums.get(id(node))
         self.generic_visit(node)
         if kind is None or not isinstance(node.target, ast.Name):
             return node
@@ -111,6 +116,8 @@ class Rewriter(ast.NodeTransformer):
             self._call(node, name_of(function))
         elif any(function is each for each in _UNKNOWN):
             self._refuse(node, "no runtime multiplies it in eight bits")
+        elif any(function is each for each in _CLOSED):
+            self._refuse(node, "its products are in torch's own source, which is not rewritten")
         elif function is not None:
             count = next((count for product, count in _PRODUCTS.items() if product is function), 0)
             if len(node.args) < count:

@@ -18,7 +18,7 @@ from hasten.exporter import trace
 from hasten.graph import EXTERNAL_DATA_BYTES, write_graph
 from hasten.quantize.qdq.fold import fold
 from hasten.quantize.qdq.rules import misplaced
-from hasten.quantize.qdq.switch import quantizers
+from hasten.quantize.qdq.switch import evaluating, quantizers
 
 FILE = "model.onnx"
 # Scales for channels need opset 13, float8 needs 19 and the IR that came with it; older runtimes read the older ones.
@@ -55,17 +55,14 @@ def exported(model: nn.Module, tokenizer: Any) -> Any:
     if not active:
         raise PlanError(f"no quantizer of {type(model).__name__} is on and calibrated", hint="calibrate it first")
     opset, ir_version = _VERSIONS[active[0].precision]
-    was_training = model.training
-    module = _Answering(model.eval(), *_example(model, tokenizer))
     try:
-        with torch.inference_mode(), warnings.catch_warnings():
+        with evaluating(model), torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the tracer's advice, about sizes that the example fixes on purpose
+            module = _Answering(model, *_example(model, tokenizer))
             answers = dict(zip(module.outputs, module(*module.feeds.values()), strict=True))
             graph, _ = trace(module, module.feeds, module.outputs, _axes(module.feeds, answers), opset=opset)
     except StageError as error:
         raise StageError(f"{type(model).__name__} does not export to ONNX: {error.message}") from error
-    finally:
-        model.train(was_training)
     graph.ir_version = ir_version
     finish(graph, type(model).__name__)
     return graph
@@ -98,11 +95,16 @@ class _Answering(nn.Module):
 def _example(model: nn.Module, tokenizer: Any) -> tuple[dict[str, Tensor], list[str]]:
     """Two rows of different length, so that no size is traced as one and the mask matters; and what they give."""
     accepted = inspect.signature(model.forward).parameters
-    encoded = tokenizer(_TEXTS, padding=True, return_tensors="pt")
     device = next(model.parameters()).device
-    feeds = {name: value.int().to(device) for name, value in encoded.items() if name in accepted}
-    with torch.inference_mode():
+    try:
+        encoded = tokenizer(_TEXTS, padding=True, return_tensors="pt")
+        feeds = {name: value.int().to(device) for name, value in encoded.items() if name in accepted}
         given = model(**feeds, return_dict=True)
+    except Exception as error:  # a model's own class and its tokenizer may do anything
+        raise UnsupportedError(
+            f"{type(model).__name__} does not take texts as its tokenizer gives them: {type(error).__name__}: {error}",
+            hint="hasten.build knows what more the inputs of a task need",
+        ) from error
     outputs = [name for name in _ANSWERS if name in given]
     if not outputs:
         raise UnsupportedError(f"{type(model).__name__} gives none of {', '.join(_ANSWERS)}")

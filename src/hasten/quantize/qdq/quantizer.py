@@ -53,7 +53,8 @@ class Quantizer(nn.Module):
     def is_calibrated(self) -> bool:
         # Asked of the numbers once for each tensor: on a GPU every look at them waits for all that was launched.
         if self._checked is not self.amax:
-            self._checked, self._is_known = self.amax, not bool(self.amax.isnan().any())
+            self._checked = self.amax
+            self._is_known = not (self.amax.is_meta or bool(self.amax.isnan().any()))
         return self._is_known
 
     @property
@@ -69,7 +70,15 @@ class Quantizer(nn.Module):
         self.amax = self._unknown().to(self.amax.device)
 
     def _unknown(self) -> Tensor:
-        return torch.full(() if self.channels is None else (self.channels,), math.nan)
+        return torch.full(() if self.channels is None else (self.channels,), math.nan, dtype=torch.float32)
+
+    def _apply(self, change: Any, recurse: bool = True) -> Quantizer:
+        """Moved with the model, but never to half precision: in fp16 the range of a channel of zeros would be zero."""
+        before = self.amax
+        super()._apply(change, recurse)
+        if self.amax.dtype is not before.dtype:
+            self.amax = before.to(self.amax.device)
+        return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -94,6 +103,12 @@ class QuantizedLinear(nn.Linear):
         if self.training and self.weight_quantizer.is_active:
             self.measure_weight()  # it has moved since the last step
         return nn.functional.linear(self.input_quantizer(input), self.weight_quantizer(self.weight), self.bias)
+
+    def train(self, mode: bool = True) -> QuantizedLinear:
+        if self.training and not mode and self.weight_quantizer.is_active:
+            self.measure_weight()  # the last step came after the last look
+        super().train(mode)
+        return self
 
     def measure_weight(self) -> None:
         self.weight_quantizer.set_range(self.weight.detach().abs().amax(dim=1))

@@ -30,7 +30,8 @@ class Method(StrEnum):
 class Histogram:
     """Absolute values, counted as they stream by."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "a tensor") -> None:
+        self.name = name
         self.largest = 0.0
         self.top = 0.0
         self.counts = torch.zeros(_BINS, dtype=torch.float64)
@@ -41,7 +42,10 @@ class Histogram:
             return
         largest = float(sizes.max())
         if largest != largest or largest == float("inf"):
-            raise StageError("calibration met a value that is not finite")
+            raise StageError(
+                f"calibration met a value that is not finite at {self.name}",
+                hint="look at the batch and at the weights",
+            )
         self.largest = max(self.largest, largest)
         if self.top == 0.0:
             self.top = largest

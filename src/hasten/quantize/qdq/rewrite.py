@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import sys
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
@@ -40,6 +40,8 @@ _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 _ORIGINAL = "_hasten_original"
 _CELL = "_hasten_cell"
+# On rewritten classes: which quantizers each of their methods calls.
+_CALLED = "_hasten_called"
 # They write documentation, which is that of the original, and take longer than all the rest.
 _DOCUMENTING = ("auto_docstring", "add_start_docstrings", "add_start_docstrings_to_model_forward")
 _SCRIPTED = "jit.script"
@@ -63,6 +65,8 @@ class Rewritten:
 
     file: str
     classes: dict[type, type] = field(default_factory=dict)
+    # Of the originals, those in whose own methods something was rewritten.
+    changed: set[type] = field(default_factory=set)
     _mentions: dict[str, set[str]] = field(default_factory=dict)
     _problems: dict[str, list[Problem]] = field(default_factory=dict)
 
@@ -91,11 +95,13 @@ def original_of(kind: type) -> type:
     return found
 
 
-def rewrite(module: ModuleType, options: Options) -> Rewritten:
-    """Compile a module's model classes again, with quantizers in them."""
+def rewrite(
+    module: ModuleType, options: Options, inherited: Callable[[type], type | None] = lambda _: None
+) -> Rewritten:
+    """Compile a module's model classes again, with quantizers in them; `inherited` gives rewritten bases of others."""
     tree, file = _parse(module)
     names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    return _Rewrite(module, tree, Rewritten(file), options, names).run()
+    return _Rewrite(module, tree, Rewritten(file), options, names, inherited).run()
 
 
 @dataclass
@@ -105,6 +111,7 @@ class _Rewrite:
     result: Rewritten
     options: Options
     names: set[str]
+    inherited: Callable[[type], type | None]
 
     def run(self) -> Rewritten:
         self.needs = NEEDS.get(self.module.__name__.rpartition(".")[2], Needs())
@@ -138,7 +145,10 @@ class _Rewrite:
         if not isinstance(original, type) or not issubclass(original, nn.Module):
             return
         self._note(node)
-        owner = Owner("self")
+        found = (self.result.classes.get(base) or self.inherited(base) for base in original.__bases__)
+        bases = [base for base in found if base is not None]
+        owner = Owner("self", taken=_still_called(node, bases))
+        called: dict[str, set[str]] = {}
         # Those of functions that find them on this module come first, so that its own do not take their names.
         for name in self._reached_functions(node):
             owner.quantizers |= self.quantizers[name]
@@ -146,14 +156,26 @@ class _Rewrite:
             is_summing = node.name in self.needs.sums
             sums = find_sums(node, self._resolve, all_of_forward=is_summing)
             for function in _functions(node):
-                owner.home = _own_argument(function)
+                owner.home, before = _own_argument(function), set(owner.quantizers)
                 self._rewriter(owner, sums).visit(function)
+                called[function.name] = owner.quantizers.keys() - before
         self._keep_problems(node.name, owner)
         if owner.quantizers:
             _create(node, owner.quantizers)
-        self.namespace[node.name] = self.result.classes[original] = self._subclass(node, original)
+        if owner.quantizers or owner.is_changed:
+            self.result.changed.add(original)
+        try:
+            made = self._subclass(node, original, bases)
+        except NameError as error:  # of something beside its methods, which is not compiled with them
+            problem = Problem(f"class {node.name}", node.lineno, f"its methods do not compile by themselves: {error}")
+            self.result._problems.setdefault(node.name, []).append(problem)
+            made = original
+        else:
+            self.result.classes[original] = made
+            setattr(made, _CALLED, called)
+        self.namespace[node.name] = made
 
-    def _subclass(self, node: ast.ClassDef, original: type) -> type:
+    def _subclass(self, node: ast.ClassDef, original: type, bases: list[type]) -> type:
         """Its functions alone: what else a class body has is inherited, and means the original classes."""
         shell = ast.ClassDef(node.name, bases=[], keywords=[], body=[*_functions(node), _cell()], decorator_list=[])
         if sys.version_info >= (3, 12):
@@ -165,7 +187,6 @@ class _Rewrite:
         # All of them share it; `super()` looks up in it where to begin.
         body.pop(_CELL).__closure__[0].cell_contents = original
         body |= {"__doc__": original.__doc__, "__module__": original.__module__, _ORIGINAL: original}
-        bases = [self.result.classes[base] for base in original.__bases__ if base in self.result.classes]
         return type(original)(node.name, (original, *bases), body)
 
     def _execute(self, node: ast.stmt) -> None:
@@ -216,6 +237,19 @@ def _parse(module: ModuleType) -> tuple[ast.Module, str]:
         )
     with tokenize.open(file) as source:
         return ast.parse(source.read(), file), file
+
+
+def _still_called(node: ast.ClassDef, bases: list[type]) -> set[str]:
+    """Names of quantizers in methods that a class inherits and goes on using: no other place of it may have them."""
+    written, own = ast.unparse(node), {function.name for function in _functions(node)}
+    return {
+        name
+        for base in bases
+        for kind in base.__mro__
+        for method, names in vars(kind).get(_CALLED, {}).items()
+        for name in names
+        if method not in own or f"super().{method}(" in written
+    }
 
 
 def _create(node: ast.ClassDef, names: Mapping[str, Kind]) -> None:

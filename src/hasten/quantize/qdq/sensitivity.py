@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from hasten.quantize.qdq.switch import disable, quantizers, switched
+from hasten.core.errors import InputError, PlanError
+from hasten.quantize.qdq.switch import chosen, disable, quantizers, switched
 
 _BAR = 24
 
@@ -35,7 +37,7 @@ class Sensitivity:
         lines = [f"{'all off':{width}}  {self.reference:9.4f}"]
         for each in self.costs:
             bar = "█" * round(_BAR * max(each.cost, 0.0) / largest)
-            lines.append(f"{each.name:{width}}  {each.value:9.4f}  {-each.cost:+9.4f}  {bar}".rstrip())
+            lines.append(f"{each.name:{width}}  {each.value:9.4f}  {each.value - self.reference:+9.4f}  {bar}".rstrip())
         return "\n".join(lines)
 
 
@@ -47,14 +49,20 @@ def sensitivity(
     `among` are groups of them, each asked about as one (`qdq.groups`), where every single one would take too long.
     """
     active = [name for name, part in quantizers(model).items() if part.is_active]
-    asked = among if among is not None else {name: (name,) for name in active}
+    if not active:
+        raise PlanError(f"no quantizer of {type(model).__name__} is on and calibrated", hint="calibrate it first")
+    if among is None:
+        among = {name: (name,) for name in active}
+    members = {name: chosen(model, patterns) for name, patterns in among.items() if patterns}
+    if not members:
+        raise PlanError("there are no quantizers to ask about")
     costs: list[Cost] = []
     with switched(model, off=("*",)):
-        reference = evaluate(model)
-        for name, members in asked.items():
-            with switched(model, on=tuple(members)):
-                value = evaluate(model)
-            costs.append(Cost(name, tuple(members), value, reference - value))
+        reference = asked(evaluate, model)
+        for name, names in members.items():
+            with switched(model, on=tuple(names)):
+                value = asked(evaluate, model)
+            costs.append(Cost(name, tuple(names), value, reference - value))
     return Sensitivity(reference, tuple(sorted(costs, key=lambda each: -each.cost)))
 
 
@@ -66,11 +74,25 @@ def relax(model: nn.Module, evaluate: Callable[[nn.Module], float], found: Sensi
     of_module = groups(model)
     off: list[str] = []
     for each in found.costs:
-        if found.reference - evaluate(model) <= max_drop:
+        holders = {name.rpartition(".")[0] for name in each.quantizers} & of_module.keys()
+        if not holders:
+            continue  # went off with another
+        if found.reference - asked(evaluate, model) <= max_drop:
             break
-        for holder in dict.fromkeys(name.rpartition(".")[0] for name in each.quantizers):
-            off += disable(model, *of_module.pop(holder)) if holder in of_module else []
+        off += disable(model, *(name for holder in sorted(holders) for name in of_module.pop(holder)))
     return off
+
+
+def asked(evaluate: Callable[[nn.Module], float], model: nn.Module) -> float:
+    """What it says about the model: a number, or there is nothing to compare."""
+    value = evaluate(model)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise InputError(f"evaluate gave {value!r}, which is no number") from None
+    if math.isnan(number):
+        raise InputError("evaluate gave nan, which is neither more nor less than anything")
+    return number
 
 
 def groups(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
@@ -46,14 +46,31 @@ def switched(model: nn.Module, *, off: tuple[str, ...] = (), on: tuple[str, ...]
             part.is_enabled = is_enabled
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation for a while; afterwards each part as it was, frozen ones too."""
+    before = {part: part.training for part in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, is_training in before.items():
+            part.training = is_training
+
+
 def _switch(model: nn.Module, patterns: tuple[str, ...], *, is_enabled: bool) -> list[str]:
-    known = quantizers(model)
-    chosen: list[str] = []
-    for pattern in patterns or ("*",):
+    known, names = quantizers(model), chosen(model, patterns or ("*",))
+    for name in names:
+        known[name].is_enabled = is_enabled
+    return names
+
+
+def chosen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The names that fit; each of the patterns has to be of some use."""
+    known, names = quantizers(model), dict[str, None]()
+    for pattern in patterns:
         fitting = [name for name in known if fnmatchcase(name, pattern)]
         if not fitting:
             raise PlanError(f"no quantizer is called '{pattern}'", hint=f"the first is called {next(iter(known))}")
-        chosen += [name for name in fitting if name not in chosen]
-    for name in chosen:
-        known[name].is_enabled = is_enabled
-    return chosen
+        names |= dict.fromkeys(fitting)
+    return list(names)
