@@ -43,6 +43,13 @@ def test_accuracy_error_carries_the_refused() -> None:
     assert AccuracyError("none may be used").candidates == ()
 
 
+def test_accuracy_error_says_why_in_a_line() -> None:
+    refused = [Candidate(f"v{place}", Status.INACCURATE, f"0.{place} < 0.9") for place in range(5)]
+    told = str(AccuracyError("none may be used", hint="ask for less", candidates=refused))
+    assert told == "none may be used (ask for less): v0: 0.0 < 0.9; v1: 0.1 < 0.9; v2: 0.2 < 0.9; and 2 more"
+    assert str(AccuracyError("none may be used", hint="ask for less")) == "none may be used (ask for less)"
+
+
 @pytest.mark.parametrize(
     ("extra", "command"), [(None, "pip install openvino"), ("openvino", "pip install 'hasten[openvino]'")]
 )

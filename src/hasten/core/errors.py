@@ -30,6 +30,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hasten.core.report import Candidate
 
+# Of the variants that were refused, in one line.
+_TOLD = 3
+
 
 class HastenError(Exception):
     exit_code = 1
@@ -67,6 +70,13 @@ class AccuracyError(HastenError):
     def __init__(self, message: str, *, hint: str | None = None, candidates: Sequence[Candidate] = ()) -> None:
         super().__init__(message, hint=hint)
         self.candidates = tuple(candidates)
+
+    def __str__(self) -> str:
+        """With why the first of them were refused: in Python nobody prints the table."""
+        judged = [one for one in self.candidates if one.verdict is not None] or self.candidates
+        reasons = "; ".join(f"{one.variant}: {one.reason}" for one in judged[:_TOLD])
+        more = f"; and {len(judged) - _TOLD} more" if len(judged) > _TOLD else ""
+        return f"{super().__str__()}: {reasons}{more}" if reasons else super().__str__()
 
 
 class BundleError(HastenError):
