@@ -369,6 +369,8 @@ BAD = {
     "another mask": (lambda ids: {"input_ids": ids, "attention_mask": ids[:, 1:]}, r"attention_mask is 1×\d+, and"),
     "no token": (lambda ids: {"input_ids": ids, "attention_mask": ids * 0}, "row 1 is nothing but padding"),
     "empty": (lambda ids: {"input_ids": ids[:, :0]}, "is empty"),
+    "below all tokens": (lambda ids: {"input_ids": ids * 0 - 1}, "there is no token -1: the model knows"),
+    "past all tokens": (lambda ids: {"input_ids": ids + 10**6}, r"there is no token 10\d+: the model knows"),
     "too long": (lambda ids: {"input_ids": ids.repeat(1, 40)}, "and the model takes 64"),
 }
 
