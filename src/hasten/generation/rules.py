@@ -9,7 +9,6 @@ import numpy as np
 from hasten.core.generation import Sampling
 from hasten.core.tensors import FloatArray
 
-
 # Beyond these float32 makes zero or infinity of a number, and of a logit times or over it no number at all.
 _SMALLEST, _LARGEST = 1e-30, 1e30
 
