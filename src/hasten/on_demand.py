@@ -25,7 +25,7 @@ from hasten.builder.source import IsBundleError, ModelDirectory, find_model, lis
 from hasten.bundle import Bundle, open_bundle
 from hasten.bundle.manifest import is_bundle, sha256
 from hasten.core.cache import cache_directory
-from hasten.core.errors import BundleError, PlanError, StageError, missing_package, translate_os_errors
+from hasten.core.errors import BundleError, PlanError, StageError, missing_package
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Plan
 from hasten.core.progress import Progress
@@ -128,9 +128,12 @@ def _alone(place: Path) -> Iterator[None]:
     import fcntl
 
     file = cache_directory() / "locks" / place.name
-    with translate_os_errors(f"making {file}"):
+    try:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = file.open("w")
+    except OSError as error:
+        hint = "HASTEN_CACHE names another directory"
+        raise StageError(f"the cache {cache_directory()} cannot be written: {error.strerror}", hint=hint) from error
     # Whoever dies lets go of it.
     with lock:
         try:

@@ -291,6 +291,15 @@ def test_two_who_ask_at_once_build_it_once(
     assert first(QUESTIONS[0]) == second(QUESTIONS[0])
 
 
+def test_a_cache_that_cannot_be_written_is_named(
+    pair: Callable[..., Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(StageError, match=r"the cache .*file cannot be written: .*HASTEN_CACHE names another"):
+        hasten.pipeline("question-answering", pair("ForQuestionAnswering", "bert").folder)
+
+
 def test_an_object_is_built_and_not_named(pair: Callable[..., Pair]) -> None:
     one = pair("ForSequenceClassification", "bert")
     with pytest.raises(PlanError, match=r"not given as a BertForSequenceClassification \(hasten.build"):

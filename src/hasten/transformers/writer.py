@@ -140,8 +140,8 @@ class WritingModel(StandIn):
         drawn = bool(told["do_sample"])
         if drawn and told["num_beams"] > 1:
             self._refuse("beams that are drawn", hint="do_sample=False, or num_beams=1")
-        names = ("temperature", "top_k", "top_p", "min_p") if drawn else ()
-        names += ("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "length_penalty")
+        names = ["repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "length_penalty"]
+        names += ["temperature", "top_k", "top_p", "min_p"] if drawn else []
         asked = {name: told.get(name) for name in names}
         asked |= {"stop": stops, "beams": told["num_beams"], "early_stopping": self._stops_early(told)}
         return sampling_of(Sampling(), asked)
