@@ -40,7 +40,7 @@ def check(given: Mapping[str, object], axes: tuple[str, ...]) -> None:
             raise InputError(f"{name} is {_times(tensor)}, and {IDS} is {_times(ids)}")
 
 
-def unpadded(given: Mapping[str, Tensor], signature: Signature, vocabulary: int | None) -> Rows:
+def unpadded(given: Mapping[str, Tensor], signature: Signature, vocabulary: int | None = None) -> Rows:
     """Views of the tensors' own memory where there is no padding; of padded ones, the real positions.
 
     Tokens past the vocabulary are refused, where it is known: some runtimes answer for them with whatever they find.
