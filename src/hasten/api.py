@@ -77,7 +77,7 @@ def build(
 
         if variants or recipe is not None or target is not None:
             raise PlanError("level and preset name variants and target themselves", hint="leave one or the other out")
-        variants, target = of_level(level, preset, this_machine()), preset
+        variants, target = of_level(level, preset, this_machine(), device), preset
     plan = Plan(
         model=name_of(model),
         revision=revision,

@@ -8,9 +8,12 @@ model ──▶ a bundle? ──▶ open it
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 
 import msgspec
@@ -29,13 +32,15 @@ from hasten.core.progress import Progress
 from hasten.core.variant import ANYTHING, CUDA, Precision, VariantChoice
 
 # Of what a build reads: other formats of the same weights do not matter.
-_READ = (".json", ".txt", ".model", ".py", ".jinja", ".safetensors")
+_READ = (".json", ".txt", ".model", ".spm", ".py", ".jinja", ".safetensors")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 # Enough to rank two or three variants; whoever wants the table of all builds with `hasten build`.
 _BENCH_S = 10.0
 BEST = "best"
 # What runs models that write.
 _WRITER = "onnxruntime"
+
+logger = logging.getLogger("hasten")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,11 @@ class Wish:
 
 def bundle_of(model: str | Path, wish: Wish, progress: Progress | None = None) -> Bundle:
     """The model's bundle, made if there is none yet, which takes a minute and shows its progress."""
+    if not isinstance(model, str | PathLike):
+        raise PlanError(
+            f"a model is named by its hub id or its directory, and not given as a {type(model).__name__}",
+            hint="hasten.build(model, tokenizer=…) makes a bundle of one in memory",
+        )
     path = Path(model).expanduser()
     if is_bundle(path):
         if wish.is_about_building:
@@ -88,6 +98,8 @@ def bundle_of(model: str | Path, wish: Wish, progress: Progress | None = None) -
 
 def variant_of(bundle: Bundle, choice: VariantChoice) -> str | None:
     """The fastest in the bundle that is what was asked for; None where any will do, whichever runs here."""
+    if choice.precision == BEST:
+        choice = replace(choice, precision=None)
     if choice == ANYTHING:
         return None
     known = bundle.manifest.variants
@@ -103,8 +115,33 @@ def _build(plan: Plan, place: Path, progress: Progress | None) -> Bundle:
     from hasten.builder.build import build
     from hasten.core.display import Display
 
-    # Over what is there: a directory that holds no bundle is left from nothing of ours, and refused.
-    return build(plan, place, force=True, progress=progress or Display())
+    with _alone(place):
+        if is_bundle(place):
+            return open_bundle(place)
+        # A directory that holds no bundle is left from nothing of ours, and refused.
+        return build(plan, place, force=True, progress=progress or Display())
+
+
+@contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    """One build of it at a time: another would take as long, and replace what the first has open by then."""
+    import fcntl
+
+    file = cache_directory() / "locks" / place.name
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = file.open("w")
+    except OSError as error:
+        hint = "HASTEN_CACHE names another directory"
+        raise StageError(f"the cache {cache_directory()} cannot be written: {error.strerror}", hint=hint) from error
+    # Whoever dies lets go of it.
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning("%s is being built by somebody else: waiting for it", place.name)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _variants(plan: Plan, model: ModelDirectory, choice: VariantChoice) -> tuple[str, ...]:

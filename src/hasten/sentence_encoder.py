@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,14 +81,16 @@ class SentenceEncoder(Closing):
             raise PlanError(
                 f"{model} is a bundle for {own}, and gives no vectors of texts", hint="hasten.load takes it"
             )
-        self._variant = variant_of(self.bundle, choice)
-        self._predictor = open_predictor(self.bundle, self._variant, RunOptions(threads))
         spec = self.bundle.manifest.task
         self._spec = replace(
             spec,
             prompts=spec.prompts | (prompts or {}),
             default_prompt=default_prompt_name if default_prompt_name is not None else spec.default_prompt,
         )
+        # Here too, so that a default that is not there is said at once.
+        chosen_prompt(self._spec, None, None)
+        self._variant = variant_of(self.bundle, choice)
+        self._predictor = open_predictor(self.bundle, self._variant, RunOptions(threads))
         self.truncate_dim = truncate_dim
 
     def encode(
@@ -120,11 +122,14 @@ class SentenceEncoder(Closing):
         if precision != "float32":
             hint = "sentence_transformers.util.quantize_embeddings takes what this gives"
             raise UnsupportedError(f"embeddings come in float32, not in {precision!r}", hint=hint)
-        if device is not None and device.partition(":")[0] != self.device:
+        if device is not None and str(device).partition(":")[0] != self.device:
             raise UnsupportedError(f"it runs on {self.device}, not on {device}", hint="SentenceEncoder(…, device=…)")
-        if batch_size < 1:
-            raise InputError(f"batch_size is {batch_size}; it must be at least 1")
+        for name, size in (("batch_size", batch_size), ("chunk_size", chunk_size)):
+            if size is not None and (not isinstance(size, int) or size < 1):
+                raise InputError(f"{name} is {size!r}; it must be a whole number, at least 1")
         is_one = isinstance(sentences, str)
+        if not is_one and (not isinstance(sentences, Iterable) or isinstance(sentences, Mapping | bytes)):
+            raise InputError(f"sentences is {type(sentences).__name__}; it must be a text or a list of texts")
         given = [sentences] if isinstance(sentences, str) else list(sentences)
         texts = [checked_text(text, f"text {place}", may_be_empty=True) for place, text in enumerate(given, 1)]
         before = chosen_prompt(self._spec, prompt_name, prompt)

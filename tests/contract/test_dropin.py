@@ -236,11 +236,76 @@ def test_other_weights_options_or_versions_are_another_bundle(
     with monkeypatch.context() as patch:
         patch.setattr(on_demand, "this_machine", lambda: newer)
         assert on_demand._key(plan, model) != key
+    (folder / "source.spm").write_bytes(b"Marian's words")
+    assert on_demand._key(plan, model) != key
+    (folder / "source.spm").unlink()
     weights = folder / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     assert on_demand._key(plan, model) != key
+
+
+def test_the_best_is_what_a_bundle_has_first(pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model it is searched for, here among what backends offer by themselves; a bundle knows its own."""
+    one = pair("ForSequenceClassification", "bert")
+    monkeypatch.setattr("hasten.builder.search.LADDER", {})
+    monkeypatch.setattr("hasten.builder.search._LAST", {})
+    load = hasten.transformers.AutoModelForSequenceClassification.from_pretrained
+    with untimed({"openvino-fp32": 0.1}):
+        best = load(one.folder, precision="best", data=one.rows)
+    known = best.bundle.manifest.variants
+    assert len(known) > 1
+    inputs = one.tokenizer(TEXTS, padding=True, return_tensors="pt")
+    assert best(**inputs).logits.shape == (len(TEXTS), 3)
+    again = load(best.bundle.path, precision="best", backend=known[-1].variant.backend)
+    assert again(**inputs).logits.shape == (len(TEXTS), 3)
+    with pytest.raises(PlanError, match="holds nothing with backend fused"):
+        load(best.bundle.path, precision="best", backend="fused")
+
+
+def test_two_who_ask_at_once_build_it_once(
+    pair: Callable[..., Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from hasten.builder import build
+
+    one = pair("ForQuestionAnswering", "bert")
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path))
+    made: list[Path] = []
+    real = build.build
+
+    def counted(plan: Any, place: Path, **options: Any) -> Any:
+        made.append(place)
+        return real(plan, place, **options)
+
+    def ask(_: int) -> Any:
+        return hasten.pipeline("question-answering", one.folder, backend="onnxruntime", data=one.rows)
+
+    monkeypatch.setattr(build, "build", counted)
+    with untimed(), ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(ask, range(2))
+    assert len(made) == 1
+    assert "is being built by somebody else" in caplog.text
+    assert first(QUESTIONS[0]) == second(QUESTIONS[0])
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    pair: Callable[..., Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(StageError, match=r"the cache .*file cannot be written: .*HASTEN_CACHE names another"):
+        hasten.pipeline("question-answering", pair("ForQuestionAnswering", "bert").folder)
+
+
+def test_an_object_is_built_and_not_named(pair: Callable[..., Pair]) -> None:
+    one = pair("ForSequenceClassification", "bert")
+    with pytest.raises(PlanError, match=r"not given as a BertForSequenceClassification \(hasten.build"):
+        hasten.transformers.AutoModelForSequenceClassification.from_pretrained(one.theirs)
+    with pytest.raises(PlanError, match="not given as a NoneType"):
+        hasten.pipeline("text-classification", None)  # type: ignore[arg-type]
 
 
 def test_what_is_saved_is_a_bundle_and_a_model(pair: Callable[..., Pair], tmp_path: Path) -> None:
@@ -313,6 +378,8 @@ BAD = {
     "another mask": (lambda ids: {"input_ids": ids, "attention_mask": ids[:, 1:]}, r"attention_mask is 1×\d+, and"),
     "no token": (lambda ids: {"input_ids": ids, "attention_mask": ids * 0}, "row 1 is nothing but padding"),
     "empty": (lambda ids: {"input_ids": ids[:, :0]}, "is empty"),
+    "below all tokens": (lambda ids: {"input_ids": ids * 0 - 1}, "there is no token -1: the model knows"),
+    "past all tokens": (lambda ids: {"input_ids": ids + 10**6}, r"there is no token 10\d+: the model knows"),
     "too long": (lambda ids: {"input_ids": ids.repeat(1, 40)}, "and the model takes 64"),
 }
 

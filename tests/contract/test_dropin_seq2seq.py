@@ -12,6 +12,7 @@ import pytest
 import hasten
 import hasten.transformers
 import tiny_writers
+from hasten.core.errors import InputError
 from untimed import untimed
 from writing_pair import Pair, load_pair
 
@@ -67,6 +68,16 @@ def test_the_same_without_transformers(pair: Pair) -> None:
     with hasten.load(pair.ours.bundle.path) as write:
         found = [answer["generated_text"] for (answer,) in write(PROMPTS)]
     assert found == expected
+
+
+def test_a_prompt_past_what_the_encoder_reads(pair: Pair) -> None:
+    import torch
+
+    reason = f"the prompt has 300 tokens, and the model reads up to {tiny_writers.CONTEXT}"
+    with pytest.raises(InputError, match=reason):
+        pair.ours.generate(torch.full((1, 300), 40))
+    with hasten.load(pair.ours.bundle.path) as write, pytest.raises(InputError, match=reason):
+        write([[40] * 300])
 
 
 def test_an_odd_way_to_stop_is_refused(pair: Pair) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import hasten
@@ -47,6 +48,19 @@ def test_the_same_tokens(given: dict[str, Any], pair: Pair) -> None:
         assert found.tolist() == expected.tolist()
 
 
+class Listening:
+    """What transformers tells a streamer."""
+
+    def __init__(self, heard: list[Any]) -> None:
+        self.heard = heard
+
+    def put(self, tokens: Any) -> None:
+        self.heard.append(tokens.tolist())
+
+    def end(self) -> None:
+        self.heard.append("end")
+
+
 def test_texts_that_end_are_padded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a model with random weights ends with is whatever comes third in one of its texts."""
     inputs = pair.inputs(PROMPTS)
@@ -54,10 +68,19 @@ def test_texts_that_end_are_padded(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
     end = int(pair.theirs.generate(**inputs, do_sample=False, max_new_tokens=6)[0, width + 2])
     from dataclasses import replace
 
-    monkeypatch.setattr(pair.ours._writer, "spec", replace(pair.ours._spec, end_ids=(end,)))
-    monkeypatch.setattr(pair.ours, "_spec", replace(pair.ours._spec, end_ids=(end,)))
-    options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": end}
-    assert pair.ours.generate(**inputs, **options).tolist() == pair.theirs.generate(**inputs, **options).tolist()
+    # The one that came is kept, also where it is not the first of those that may.
+    for ends in ((end,), (0, end)):
+        monkeypatch.setattr(pair.ours._writer, "spec", replace(pair.ours._spec, end_ids=ends))
+        monkeypatch.setattr(pair.ours, "_spec", replace(pair.ours._spec, end_ids=ends))
+        options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": list(ends), "pad_token_id": 1}
+        for beams in (1, 3):
+            asked = {**options, "num_beams": beams}
+            assert pair.ours.generate(**inputs, **asked).tolist() == pair.theirs.generate(**inputs, **asked).tolist()
+    told: dict[str, list[Any]] = {"ours": [], "theirs": []}
+    for name, model in (("ours", pair.ours), ("theirs", pair.theirs)):
+        model.generate(**pair.inputs(PROMPTS[:1]), **options, streamer=Listening(told[name]))
+    assert told["ours"] == told["theirs"]
+    assert told["ours"][-2] == [end]
 
 
 def test_the_same_pipeline(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
@@ -116,12 +139,39 @@ def test_stop_strings(pair: Pair) -> None:
         ({"num_beams": 2, "do_sample": True}, UnsupportedError, "beams that are drawn"),
         ({"eos_token_id": 0}, UnsupportedError, "end with the tokens"),
         ({"max_length": 2}, InputError, "leaves no token"),
+        ({"max_new_tokens": 0}, InputError, "max_new_tokens is 0; it must be a whole number, at least 1"),
+        ({"max_new_tokens": "5"}, InputError, "max_new_tokens is '5'"),
+        ({"num_return_sequences": 0}, InputError, "num_return_sequences is 0"),
+        ({"num_beams": 0}, InputError, "beams is 0"),
+        ({"do_sample": True, "temperature": -1.0}, InputError, "temperature is -1.0"),
+        ({"do_sample": True, "top_p": 2.0}, InputError, "top_p is 2.0"),
+        ({"do_sample": True, "top_k": -3}, InputError, "top_k is -3"),
+        ({"do_sample": True, "min_p": 7.0}, InputError, "min_p is 7.0"),
+        ({"repetition_penalty": 0.0}, InputError, "repetition_penalty is 0.0"),
+        ({"token_type_ids": np.zeros((4, 9))}, UnsupportedError, "'token_type_ids' is not taken"),
         ({"output_scores": True}, UnsupportedError, "'output_scores' is not taken"),
     ],
 )
 def test_refusals(given: dict[str, Any], error: type[Exception], reason: str, pair: Pair) -> None:
     with pytest.raises(error, match=reason):
         pair.ours.generate(**pair.inputs(PROMPTS), **given)
+
+
+@pytest.mark.parametrize("token", [-1, 10**7])
+def test_tokens_that_are_none_are_refused(token: int, pair: Pair) -> None:
+    import torch
+
+    with pytest.raises(InputError, match=f"there is no token {token}"):
+        pair.ours.generate(torch.tensor([[4, token]]), max_new_tokens=2)
+
+
+def test_padding_is_known_by_its_token_and_what_is_empty_changes_nothing(pair: Pair) -> None:
+    from transformers import StoppingCriteriaList
+
+    ids = pair.inputs(PROMPTS)["input_ids"]
+    options = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": pair.tokenizer.pad_token_id}
+    expected = pair.theirs.generate(ids, **options)
+    assert pair.ours.generate(ids, **options, stopping_criteria=StoppingCriteriaList()).tolist() == expected.tolist()
 
 
 def test_logits_are_refused_and_other_classes(pair: Pair) -> None:

@@ -181,6 +181,16 @@ def test_chats_are_answered_as_transformers_pipeline_does(gpt2: Case, last: str)
         assert "".join(write(chat, max_tokens=9, stream=True)) == text
 
 
+def test_a_message_in_parts_goes_on_with_one_more(gpt2: Case) -> None:
+    user, said = {"role": "user", "content": "the cat"}, [{"type": "text", "text": "sat"}]
+    with gpt2.generator() as write:
+        (whole,) = write([user, {"role": "assistant", "content": "sat"}], max_tokens=5)
+        (parts,) = write([user, {"role": "assistant", "content": said}], max_tokens=5)
+    content = parts["generated_text"][-1]["content"]
+    assert content[:1] == said
+    assert "".join(part["text"] for part in content) == whole["generated_text"][-1]["content"]
+
+
 def test_an_encoder_decoder_gives_the_answer_alone(tmp_path: Path) -> None:
     case = Case("t5", "onnxruntime", tmp_path)
     new = case.expected(PROMPTS[0], max_new_tokens=9)
@@ -293,6 +303,8 @@ def test_a_prompt_past_the_context_is_refused_with_numbers(case: Case) -> None:
         (3, {}, "the prompt is 3; it must be a text or a chat"),
         (None, {}, "the prompt is None"),
         (["a", 3], {}, "the prompt is 3"),
+        ("a \ud800", {}, "the prompt is not valid Unicode: lone surrogate at character 2"),
+        ([{"role": "user", "content": "\ud800"}], {}, "the chat is not valid Unicode"),
         ([[1, 99999]], {}, "there is no token 99999"),
         ("a", {"max_tokens": 0}, "max_tokens is 0"),
         ("a", {"num_return": 2}, "would all be the same"),

@@ -281,6 +281,14 @@ def test_what_is_refused_before_the_weights_are_read(tiny_classifier: Any, tmp_p
     assert not (tmp_path / "bundle").exists()
 
 
+def test_one_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    folder = tiny_writers.save("llama", tmp_path / "model")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(hasten.StageError, match="model has no tokenizer: no"):
+        hasten.build(folder, tmp_path / "bundle")
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", *ENCODED])
 def test_what_it_is_for_is_found_by_its_class(name: str, tmp_path: Path) -> None:
     from hasten.builder.outline import outline

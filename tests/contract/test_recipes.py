@@ -130,6 +130,13 @@ def test_levels_and_presets_go_together_and_with_nothing_else(tiny_classifier: A
     for given in ({"variants": "graph-fp32"}, {"target": "avx2"}, {"recipe": "r.toml"}):
         with pytest.raises(PlanError, match="level and preset name variants and target themselves"):
             hasten.build(model, level="O1", **given)
+    for given in ({"level": "O2"}, {"preset": "arm64"}, {"level": "O4", "preset": "arm64"}):
+        with pytest.raises(PlanError, match="is for processors, and device is cuda"):
+            hasten.build(model, device="cuda", **given)
+    assert of_level("O3", None, machine, "cpu") == LEVELS["O3"]
+    if not machine.gpus:
+        with pytest.raises(UnsupportedError, match=r"nothing of level O4 runs here \(onnxruntime-fp16@cuda: "):
+            hasten.build(model, device="cuda", level="O4")
     with pytest.raises(PlanError, match=r"no level 'O5' \(one of O1, O2, O3, O4\)"):
         hasten.build(model, level="O5")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"no preset 'avx521'.*avx512"):

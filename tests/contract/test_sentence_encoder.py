@@ -114,6 +114,9 @@ def test_progress_is_shown_where_it_is_asked_for(pair: Pair, capsys: pytest.Capt
         ({"precision": "binary"}, UnsupportedError, "in float32, not in 'binary'"),
         ({"device": "cuda"}, UnsupportedError, "runs on cpu, not on cuda"),
         ({"batch_size": 0}, InputError, "batch_size is 0"),
+        ({"batch_size": "8"}, InputError, "batch_size is '8'; it must be a whole number, at least 1"),
+        # Of a negative one no chunks come, and vectors that nobody wrote.
+        ({"chunk_size": -3}, InputError, "chunk_size is -3"),
         ({"prompt_name": "quest"}, InputError, "no prompt 'quest'.*query, document"),
     ],
 )
@@ -125,12 +128,23 @@ def test_refusals(given: dict[str, Any], error: type[Exception], reason: str, pa
 def test_texts_alone(pair: Pair, quick_build: Any, tiny_classifier: Any) -> None:
     with pytest.raises(InputError, match="text 2 is int, not a string"):
         pair.ours.encode(["a", 1])  # type: ignore[list-item]
+    for wrong in (None, 5, {"a text": 1}, b"a text"):
+        with pytest.raises(InputError, match="must be a text or a list of texts"):
+            pair.ours.encode(wrong)  # type: ignore[arg-type]
     bundle = quick_build(tiny_classifier("bert"), variants=["onnxruntime-fp32"])
     with pytest.raises(PlanError, match="is a bundle for text-classification, and gives no vectors"):
         hasten.SentenceEncoder(bundle.path)
 
 
+def test_a_device_of_torch_is_taken(pair: Pair) -> None:
+    import torch
+
+    assert pair.ours.encode("a", device=torch.device("cpu")).shape == pair.ours.encode("a").shape
+
+
 def test_prompts_of_ones_own(pair: Pair) -> None:
+    with pytest.raises(InputError, match="the model has no prompt 'titel'"):
+        hasten.SentenceEncoder(pair.ours.bundle.path, default_prompt_name="titel")
     with hasten.SentenceEncoder(pair.ours.bundle.path, prompts={"title": "t: "}, default_prompt_name="title") as own:
         assert np.allclose(own.encode(TEXTS), pair.theirs.encode(TEXTS, prompt="t: "), **NEAR)
 

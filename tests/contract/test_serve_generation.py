@@ -217,6 +217,8 @@ def test_generate(server: Server, here: Generator) -> None:
         assert answer == {"id": "7", "model_name": "writer", "model_version": "1", "text_output": expected}
     full = {**body, "parameters": {"max_tokens": 12, "exclude_input_in_output": False, "stream": False}}
     assert server.json("POST", "/v2/models/writer/generate", full)["text_output"] == "a dog" + expected
+    beside = {"text_input": "a dog", "max_tokens": 12, "temperature": 0, "exclude_input_in_output": False}
+    assert server.json("POST", "/v2/models/writer/generate", beside)["text_output"] == "a dog" + expected
     status, headers, content = server.ask("POST", "/v2/models/writer/generate_stream", {**body, "id": ""})
     assert (status, headers["content-type"].split(";")[0]) == (200, "text/event-stream")
     events = [json.loads(event[6:]) for event in content.decode().split("\n\n")[:-1]]
@@ -321,11 +323,13 @@ LONG = "a dog " * 3000
         (TEXT, {"max_tokens": 1501}, 400, "max_tokens is 1501, and this server writes up to 1500"),
         (TEXT, {"max_tokens": 10**30}, 400, "this server writes up to 1500"),
         (TEXT, {"temperature": -1}, 400, "temperature is -1"),
-        (TEXT, {"top_p": 0}, 400, "top_p is 0"),
+        (TEXT, {"top_p": 2}, 400, "top_p is 2"),
         (TEXT, {"n": 9}, 400, "n is 9; it must be from 1 to 8"),
         (TEXT, {"n": 0}, 400, "n is 0"),
         (TEXT, {"best_of": 2}, 400, "best_of"),
         (TEXT, {"logprobs": 2}, 400, "logprobs is not done here"),
+        (TEXT, {"logprobs": 0}, 400, "logprobs is not done here"),
+        (TEXT, {"max_token": 5}, 400, "unknown field max_token"),
         (TEXT, {"suffix": "end"}, 400, "suffix"),
         (TEXT, {"frequency_penalty": 0.5}, 400, "frequency_penalty"),
         (TEXT, {"logit_bias": {"5": 1}}, 400, "logit_bias"),
@@ -340,6 +344,9 @@ LONG = "a dog " * 3000
         (CHATS, {"tools": [{"type": "function"}]}, 400, "tools is not done here"),
         (CHATS, {"response_format": {"type": "json_object"}}, 400, "response_format"),
         (CHATS, {"logprobs": True}, 400, "logprobs"),
+        (CHATS, {"modalities": ["text", "audio"]}, 400, "modalities is not done here"),
+        (CHATS, {"tool_choice": "required"}, 400, "tool_choice is not done here"),
+        (CHATS, {"guided_json": {}}, 400, "unknown field guided_json"),
     ],
 )
 @pytest.mark.parametrize("streams", [False, True])
@@ -362,6 +369,14 @@ def test_what_openai_is_asked_and_cannot_be(
         ("/v2/models/writer/generate", {"text_input": 5}, 400, "does not fit"),
         ("/v2/models/writer/generate", {"text_input": "a", "parameters": {"magic": 1}}, 400, "no option 'magic'"),
         ("/v2/models/writer/generate", {"text_input": "a", "parameters": {"stream": True}}, 400, "generate_stream"),
+        ("/v2/models/writer/generate", {"text_input": "a", "magic": 1}, 400, "no option 'magic'"),
+        (
+            "/v2/models/writer/generate",
+            {"text_input": "a", "parameters": {"exclude_input_in_output": "no"}},
+            400,
+            "exclude_input_in_output is 'no'; it must be true or false",
+        ),
+        ("/v2/models/writer/generate", {"text_input": "a", "temperature": 10**400}, 400, "temperature is 1000"),
         ("/v2/models/writer/versions/2/generate", {"text_input": "a"}, 404, "no version 2"),
         ("/v2/models/classifier/generate", {"text_input": "a"}, 400, "does not write text"),
         ("/v2/models/nobody/generate_stream", {"text_input": "a"}, 404, "no model 'nobody'"),

@@ -136,7 +136,7 @@ def test_the_clients_messages_stay_as_they_are() -> None:
 
 
 def test_roles_that_a_template_names_are_known() -> None:
-    named = CHATML + "{# ipython #}"
+    named = CHATML + "{# 'ipython' #}"
     assert "<|im_start|>ipython\n3<" in render(spec(named), [USER, {"role": "ipython", "content": "3"}])
     assert render(spec(CHATML), [{"role": "developer", "content": "S"}, USER]) == render(
         spec(CHATML), [{"role": "system", "content": "S"}, USER]
@@ -153,6 +153,10 @@ def test_a_text_in_parts_is_one_text() -> None:
     [
         ("", [USER], "this model has no chat template"),
         (CHATML, [USER, {"role": "wizard", "content": "x"}], "message 2 has the role 'wizard', which the model's"),
+        # Words of a template that name no role, parts of words, and nothing at all.
+        (CHATML, [{"role": "message", "content": "x"}], "message 1 has the role 'message', which the model's"),
+        (CHATML, [{"role": "use", "content": "x"}], "message 1 has the role 'use', which"),
+        (CHATML, [{"role": "", "content": "x"}], "message 1 has the role '', which"),
         (INST, [USER, USER], "the model's chat template refuses this chat: roles must alternate"),
         (INST, [USER, {"role": "tool", "content": "x"}], "only user, assistant and system are roles: tool"),
         (CHATML, [{"role": "user"}], "message 1 has no content"),

@@ -136,6 +136,19 @@ def test_a_seed_draws_the_same_tokens_again() -> None:
     assert drawn(None) != drawn(None)
 
 
+@pytest.mark.parametrize("asked", [{"temperature": 1e-50}, {"temperature": 1e-40}, {"temperature": 1.0, "top_p": 0.0}])
+def test_as_good_as_none_is_the_likeliest(asked: dict[str, Any]) -> None:
+    logits = np.array([1, 5, -3, 4], np.float32)
+    assert Chooser(Sampling(seed=1, **asked), ())(logits) == 1
+
+
+def test_what_is_too_large_or_too_small_for_logits_is_as_much_as_they_can_take() -> None:
+    logits = np.array([1, 5, 0, -4], np.float32)
+    assert sorted(candidates(logits, Sampling(temperature=1e300))[1]) == [1, 1, 1, 1]
+    assert np.isfinite(penalized(logits, range(4), 1e300)).all()
+    assert np.isfinite(penalized(logits, range(4), 1e-300)).all()
+
+
 def test_rows_do_not_disturb_each_other() -> None:
     logits = np.random.default_rng(0).standard_normal((40, 100)).astype(np.float32)
     sampling = Sampling(temperature=1.0, seed=5)
@@ -169,7 +182,8 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(asked: dict[str, Any], siz
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"temperature": True}, "temperature is True"),
-        ({"top_p": 0}, "top_p is 0; it must be a number above 0 and up to 1"),
+        ({"temperature": 10**400}, "temperature is 1000"),
+        ({"top_p": -0.1}, "top_p is -0.1; it must be a number from 0 to 1"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"top_k": -1}, "top_k is -1; it must be a whole number, at least 0"),
         ({"top_k": 1.5}, "top_k is 1.5"),
@@ -180,6 +194,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(asked: dict[str, Any], siz
         ({"seed": -3}, "seed is -3"),
         ({"beams": 0}, "beams is 0"),
         ({"length_penalty": float("inf")}, "length_penalty is inf"),
+        ({"length_penalty": 1e300}, "length_penalty is 1e+300; it must be a number from -20 to 20"),
         ({"stop": ""}, "none of them empty"),
         ({"stop": ["a", 1]}, "a list of texts"),
         ({"stop": 3}, "stop is 3"),

@@ -27,13 +27,18 @@ INT8 = ("onnxruntime-int8", *LADDER["onnxruntime"])
 _INT4 = ("onnxruntime-int4+blocks",)
 
 
-def of_level(level: str | None, preset: str | None, machine: Machine) -> tuple[str, ...]:
+def of_level(level: str | None, preset: str | None, machine: Machine, device: str | None = None) -> tuple[str, ...]:
     """What a level optimizes, a preset quantizes, or both; the preset is also the target that int8 is made for."""
     if preset is not None and preset not in TARGETS:
         raise PlanError(f"there is no preset '{preset}'{did_you_mean(preset, TARGETS)}", hint=f"{', '.join(TARGETS)}")
     if level is not None and level not in LEVELS:
         raise PlanError(f"there is no level '{level}'", hint=f"one of {', '.join(LEVELS)}")
-    wanted = LEVELS[level] if level is not None else ()
+    wanted = [name for name in LEVELS.get(level or "", ()) if device in (None, Variant.parse(name).device)]
+    if device == CUDA and (preset is not None or not wanted):
+        what = f"preset {preset}" if preset is not None else f"level {level}"
+        raise PlanError(
+            f"{what} is for processors, and device is cuda", hint="level O4 is for both, or leave out device"
+        )
     probed = {name: _support(Variant.parse(name), machine) for name in wanted}
     found = tuple(name for name, reason in probed.items() if reason is None)
     if wanted and not found:

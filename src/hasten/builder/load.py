@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _NO_LIMIT = 1_000_000
 
 _TYPES = "token_type_ids"
+# How the files of vocabularies begin.
+_VOCABULARY = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")
 
 
 class HasTokenizer(Protocol):
@@ -144,11 +146,23 @@ def load_tokenizer(model: ModelDirectory, plan: Plan) -> Any:
             model.tokenizer_path, trust_remote_code=plan.trust_remote_code
         )
     except Exception as error:
+        if not _has_vocabulary(model.tokenizer_path):  # of which transformers says nothing
+            raise _without_tokenizer(model) from error
         raise StageError(f"the tokenizer of {model.id} does not load: {first_line(error)}") from error
     # transformers 5 makes a tokenizer of special tokens alone where it finds no files.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise StageError(f"{model.id} has no tokenizer: no tokenizer.json or vocabulary beside its config.json")
+        raise _without_tokenizer(model)
     return tokenizer
+
+
+def _has_vocabulary(folder: Path) -> bool:
+    """By how the files of one are called, or end."""
+    names = [file.name for file in folder.iterdir() if file.name != "tokenizer_config.json"]
+    return any(name.startswith(_VOCABULARY) or name.endswith((".model", ".spm", ".tiktoken")) for name in names)
+
+
+def _without_tokenizer(model: ModelDirectory) -> StageError:
+    return StageError(f"{model.id} has no tokenizer: no tokenizer.json or vocabulary beside its config.json")
 
 
 def describe(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -64,10 +65,10 @@ def _message(place: int, message: object, template: str) -> dict[str, Any]:
     if not isinstance(message["role"], str):
         raise InputError(f"the role of message {place} is {message['role']!r}; it must be a text")
     copied: dict[str, Any] = _plain(message)
-    if copied["role"] == "developer" and "developer" not in template:
+    if copied["role"] == "developer" and not _names(template, "developer"):
         # What newer clients of OpenAI call it.
         copied["role"] = "system"
-    if copied["role"] not in _ROLES and copied["role"] not in template:
+    if copied["role"] not in _ROLES and not _names(template, copied["role"]):
         raise InputError(
             f"message {place} has the role '{copied['role']}', which the model's chat template does not know",
             hint=f"one of {', '.join(_ROLES)}",
@@ -80,6 +81,11 @@ def _message(place: int, message: object, template: str) -> dict[str, Any]:
     if not isinstance(copied["content"], str):
         raise InputError(f"the content of message {place} is {message['content']!r}; it must be a text")
     return copied
+
+
+def _names(template: str, role: str) -> bool:
+    """Whether it stands there in quotes, as what a message's role is compared with."""
+    return bool(role) and re.search(rf"""(['"]){re.escape(role)}\1""", template) is not None
 
 
 def _joined(place: int, parts: list[Any]) -> str:

@@ -188,5 +188,7 @@ def full_text(given: Any, text: str) -> Any:
         return text
     messages: list[Mapping[str, Any]] = list(given)
     if is_continued(messages):
-        return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + text}]
+        content = messages[-1]["content"]
+        more = text if isinstance(content, str) else [{"type": "text", "text": text}]
+        return [*messages[:-1], {**messages[-1], "content": content + more}]
     return [*messages, {"role": "assistant", "content": text}]

@@ -58,9 +58,13 @@ def _whole(least: int) -> Callable[[str, object], int]:
 def _number(allowed: Callable[[float], bool], words: str) -> Callable[[str, object], float]:
     def check(name: str, value: object) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not allowed(value):  # type: ignore[arg-type]
-            raise InputError(f"{name} is {value!r}; it must be {words}")
-        return float(value)  # type: ignore[arg-type]
+        try:
+            number = float(value) if is_number else math.nan  # type: ignore[arg-type]
+        except OverflowError:  # a whole number may have any number of digits
+            number = math.inf
+        if not math.isfinite(number) or not allowed(number):
+            raise InputError(f"{name} is {value!r:.80}; it must be {words}")
+        return number
 
     return check
 
@@ -93,7 +97,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "max_tokens": _whole(1),
     "temperature": _number(lambda value: value >= 0, "a number, 0 or more"),
     "top_k": _whole(0),
-    "top_p": _number(lambda value: 0 < value <= 1, "a number above 0 and up to 1"),
+    "top_p": _number(lambda value: 0 <= value <= 1, "a number from 0 to 1"),
     "min_p": _number(lambda value: 0 <= value <= 1, "a number from 0 to 1"),
     "repetition_penalty": _number(lambda value: value > 0, "a number above 0"),
     "no_repeat_ngram_size": _whole(0),
@@ -102,6 +106,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "seed": _whole(0),
     "stop": _stops,
     "beams": _whole(1),
-    "length_penalty": _number(lambda _: True, "a number"),
+    # Lengths to the power of more are no numbers any more.
+    "length_penalty": _number(lambda value: abs(value) <= 20, "a number from -20 to 20"),
     "early_stopping": _flag,
 }

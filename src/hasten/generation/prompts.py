@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from hasten.core.errors import InputError
 from hasten.core.generation import GenerationSpec
 from hasten.core.tokenizer import Tokenizer
 from hasten.generation.chat import is_chat, is_continued, render
+from hasten.tasks import checked_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +28,25 @@ class Prompt:
 def read_prompt(given: object, spec: GenerationSpec, tokenizer: Tokenizer) -> Prompt:
     reads_apart = bool(spec.start_ids)
     if is_chat(given):
-        text = render(spec, given)  # type: ignore[arg-type]
+        text = checked_text(render(spec, given), "the chat", may_be_empty=True)  # type: ignore[arg-type]
         ids = tokenizer.encode_whole([text])[0].ids
         return Prompt(given, ids, not reads_apart and is_continued(given))  # type: ignore[arg-type]
     if isinstance(given, list | tuple) and given and all(type(token) is int for token in given):
-        for token in given:
-            if not 0 <= token < spec.vocabulary:
-                raise InputError(f"there is no token {token}: the model knows {spec.vocabulary}")
+        check_tokens(given, spec)
         return Prompt(given, list(given), not reads_apart)
     if not isinstance(given, str):
         raise InputError(
             f"the prompt is {given!r:.80}; it must be a text or a chat",
             hint='"once upon a time", or [{"role": "user", "content": "…"}]',
         )
-    return Prompt(given, _tokens(given, spec, tokenizer), not reads_apart)
+    text = checked_text(given, "the prompt", may_be_empty=True)
+    return Prompt(given, _tokens(text, spec, tokenizer), not reads_apart)
+
+
+def check_tokens(ids: Iterable[int], spec: GenerationSpec) -> None:
+    for token in ids:
+        if not 0 <= token < spec.vocabulary:
+            raise InputError(f"there is no token {token}: the model knows {spec.vocabulary}")
 
 
 def _tokens(text: str, spec: GenerationSpec, tokenizer: Tokenizer) -> list[int]:

@@ -38,6 +38,7 @@ class Row:
         self.text = text
         # What was written, the token that ended it left out.
         self.ids: list[int] = []
+        self.end_id: int | None = None
         self.finish: Finish | None = None
         self.is_cancelled = False
 
@@ -99,10 +100,12 @@ class Single(Course):
 
     def advance(self, logits: FloatArray, decoder: Decoder) -> None:
         if self._spec.forced_end_id is not None and len(self.row.ids) == self.row.sampling.max_tokens - 1:
+            self.row.end_id = self._spec.forced_end_id
             self._tell("", Finish.LENGTH)
             return
         token = self._choose(logits[0])
         if token in self._spec.end_ids:
+            self.row.end_id = token
             self._tell("", Finish.STOP)
             return
         self.row.ids.append(token)
@@ -145,7 +148,9 @@ class Beams(Course):
 
     def _tell_best(self) -> None:
         best = self._search.best
-        self.row.ids = list(best.ids[:-1] if best.ids[-1] in self._spec.end_ids else best.ids)
+        self.row.ids = list(best.ids)
+        if best.ids[-1] in self._spec.end_ids:
+            self.row.end_id = self.row.ids.pop()
         text = "".join(self._stops.add(self.row.text.add(token)) for token in self.row.ids)
         self._tell(text, Finish.STOP if best.is_stopped else Finish.LENGTH)
 

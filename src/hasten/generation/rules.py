@@ -9,6 +9,9 @@ import numpy as np
 from hasten.core.generation import Sampling
 from hasten.core.tensors import FloatArray
 
+# Beyond these float32 makes zero or infinity of a number, and of a logit times or over it no number at all.
+_SMALLEST, _LARGEST = 1e-30, 1e30
+
 
 class Rules:
     """Of one text: what was there before its answer counts too, where something must not come again."""
@@ -46,8 +49,13 @@ def penalized(logits: FloatArray, seen: Collection[int], penalty: float) -> Floa
     ids = ids[ids < len(logits)]
     changed = logits.astype(np.float32, copy=True)
     before = changed[ids]
-    changed[ids] = np.where(before < 0, before * np.float32(penalty), before / np.float32(penalty))
+    changed[ids] = np.where(before < 0, before * single(penalty), before / single(penalty))
     return changed
+
+
+def single(value: float) -> np.float32:
+    """What logits are multiplied with, or divided by."""
+    return np.float32(min(max(value, _SMALLEST), _LARGEST))
 
 
 def _repeating(ids: Sequence[int], size: int) -> Iterator[int]:

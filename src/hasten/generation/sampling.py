@@ -11,7 +11,7 @@ import numpy as np
 
 from hasten.core.generation import Sampling
 from hasten.core.tensors import FloatArray, IntArray
-from hasten.generation.rules import Rules
+from hasten.generation.rules import Rules, single
 
 # So many of the likeliest nearly always hold the share that top-p asks for: sorting a vocabulary takes longer than
 # all else here.
@@ -58,7 +58,7 @@ def candidates(logits: FloatArray, sampling: Sampling) -> tuple[IntArray, FloatA
     if 0 < sampling.top_k < len(logits):
         ids = largest(logits, sampling.top_k)
         kept_logits = logits[ids]
-    weights = np.exp((kept_logits - logits.max()) / np.float32(sampling.temperature))
+    weights = np.exp((kept_logits - logits.max()) / single(sampling.temperature))
     if sampling.top_p < 1:
         kept = _nucleus(weights, sampling.top_p)
         ids, weights = ids[kept], weights[kept]

@@ -118,6 +118,9 @@ class Writer:
         """Tokens that the context leaves for an answer."""
         if not len(prompt):
             raise InputError("the prompt is empty: there is nothing to go on from")
+        # Texts are held against it before; tokens, chats and tensors come here as they are.
+        if self.spec.start_ids and len(prompt) > (limit := self.tokenizer.spec.max_length):
+            raise InputError(f"the prompt has {len(prompt)} tokens, and the model reads up to {limit}")
         context, read = self.spec.context, len(self.spec.start_ids) or len(prompt)
         if read >= context:
             raise InputError(

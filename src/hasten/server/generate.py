@@ -23,7 +23,7 @@ _STREAM, _EXCLUDES = "stream", "exclude_input_in_output"
 class GenerateRequest(msgspec.Struct):
     text_input: str
     id: str = ""
-    # How it is written: max_tokens, temperature, top_k, top_p, stop, seed and the like.
+    # How it is written: max_tokens, temperature, top_k, top_p, stop, seed and the like; may stand beside the text too.
     parameters: dict[str, Any] = {}
 
 
@@ -65,6 +65,16 @@ def _read(call: Call) -> tuple[GenerateRequest, ServedWriter, Sampling]:
     check_version(call.names.get("version", ""))
     served = writing(call.named(call.names["model"]))
     request = call.exchange.read_json(GenerateRequest)
+    # tritonserver takes whatever it does not know for an option: its models for TensorRT-LLM are asked so.
+    beside = {
+        name: value
+        for name, value in call.exchange.read_json(dict).items()
+        if name not in GenerateRequest.__struct_fields__
+    }
+    request.parameters = beside | request.parameters
+    for name in (_STREAM, _EXCLUDES):
+        if not isinstance(value := request.parameters.get(name, False), bool):
+            raise InputError(f"{name} is {value!r}; it must be true or false")
     asked = {name: value for name, value in request.parameters.items() if name not in (_STREAM, _EXCLUDES)}
     return request, served, sampling_from(served, asked)
 

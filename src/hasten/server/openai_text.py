@@ -28,8 +28,8 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class _Asked(msgspec.Struct, kw_only=True):
-    """What both take; what changes an answer, and is not done here, is refused rather than left out."""
+class _Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both take; what changes an answer, and is not done or not known here, is refused rather than left out."""
 
     model: str = ""
     max_tokens: int | None = None
@@ -40,7 +40,13 @@ class _Asked(msgspec.Struct, kw_only=True):
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    # What OpenAI keeps its books by, and not what it writes by.
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -67,6 +73,8 @@ class ChatRequest(_Asked, kw_only=True):
     response_format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[str] | None = None
     functions: list[dict[str, Any]] | None = None
 
 
@@ -138,7 +146,8 @@ class ChatChunk(TypedDict):
 
 def completions(call: Call) -> None:
     request = call.exchange.read_json(CompletionRequest)
-    _refuse(request, suffix=request.suffix, logprobs=request.logprobs)
+    # Zero asks for those of the tokens that were chosen.
+    _refuse(request, suffix=request.suffix, logprobs=request.logprobs is not None)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise InputError("best_of is not done here: each text that is written is given", hint="n")
     served = call.writer(request.model)
@@ -186,6 +195,8 @@ def chat(call: Call) -> None:
         top_logprobs=request.top_logprobs,
         response_format=None if is_text else request.response_format,
         tools=request.tools,
+        tool_choice=None if request.tool_choice in ("none", "auto") else request.tool_choice,
+        modalities=None if request.modalities == ["text"] else request.modalities,
         functions=request.functions,
     )
     served = call.writer(request.model)

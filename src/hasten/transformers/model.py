@@ -51,7 +51,7 @@ class Model(StandIn):
         if is_choice:  # each is a row, and which belong together is put right again below
             given = {name: tensor.flatten(0, 1) for name, tensor in given.items()}
         signature = self._session.spec.signature
-        rows = unpadded(given, signature)
+        rows = unpadded(given, signature, getattr(self.config, "vocab_size", None))
         with self._lock:
             found = self._session.run(rows.batch)
         outputs = {

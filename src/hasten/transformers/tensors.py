@@ -40,8 +40,11 @@ def check(given: Mapping[str, object], axes: tuple[str, ...]) -> None:
             raise InputError(f"{name} is {_times(tensor)}, and {IDS} is {_times(ids)}")
 
 
-def unpadded(given: Mapping[str, Tensor], signature: Signature) -> Rows:
-    """Views of the tensors' own memory where there is no padding; of padded ones, the real positions."""
+def unpadded(given: Mapping[str, Tensor], signature: Signature, vocabulary: int | None = None) -> Rows:
+    """Views of the tensors' own memory where there is no padding; of padded ones, the real positions.
+
+    Tokens past the vocabulary are refused, where it is known: some runtimes answer for them with whatever they find.
+    """
     ids = _array(given[IDS])
     rows, width = ids.shape
     if not rows or not width:
@@ -58,6 +61,9 @@ def unpadded(given: Mapping[str, Tensor], signature: Signature) -> Rows:
     for name in (spec.name for spec in signature.inputs if spec.name != ATTENTION_MASK):
         column = _array(given[name]) if name in given else np.zeros_like(ids)
         values[name] = column.reshape(-1) if is_real is None else column[is_real]
+    if vocabulary is not None and ((low := values[IDS].min()) < 0 or values[IDS].max() >= vocabulary):
+        token = low if low < 0 else values[IDS].max()
+        raise InputError(f"there is no token {token}: the model knows {vocabulary}")
     types = _array(given[TYPES]) if TYPES in given and TYPES not in values else np.zeros_like(ids)
     if (types if is_real is None else types[is_real]).any():
         raise InputError(f"{TYPES} other than zero: the model was built for a task of one text, and leaves them out")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -14,9 +16,11 @@ from torch import Tensor
 from hasten.backends import Decoder, RunOptions
 from hasten.bundle import Bundle
 from hasten.core.errors import InputError, PlanError
-from hasten.core.generation import Finish, GenerationSpec, Sampling
+from hasten.core.generation import GenerationSpec, Sampling
 from hasten.core.variant import Variant, VariantChoice
 from hasten.generation.generator import SLOTS, open_decoder
+from hasten.generation.options import sampling_of
+from hasten.generation.prompts import check_tokens
 from hasten.generation.rows import Row
 from hasten.generation.writing import Writer
 from hasten.on_demand import variant_of
@@ -73,11 +77,14 @@ class WritingModel(StandIn):
         ids = options.pop(IDS, None) if inputs is None else inputs
         if ids is None:
             raise InputError("no input_ids given", hint="model.generate(**tokenizer(texts, return_tensors='pt'))")
-        given = {IDS: ids} if attention_mask is None else {IDS: ids, "attention_mask": attention_mask}
-        check(given, axes=("rows", "tokens"))
         told = self._told(generation_config, options)
+        mask = self._mask(ids, told) if attention_mask is None else attention_mask
+        given = {IDS: ids} if mask is None else {IDS: ids, "attention_mask": mask}
+        check(given, axes=("rows", "tokens"))
         prompts = rows_of(given)
-        count = int(told["num_return_sequences"])
+        for prompt in prompts:
+            check_tokens(prompt, self._spec)
+        count = _whole(told, "num_return_sequences", least=1) or 1
         sampling = self._sampling(told)
         if count > 1 and sampling.temperature == 0:
             self._refuse(f"{count} sequences of one prompt without sampling", hint="do_sample=True")
@@ -114,9 +121,11 @@ class WritingModel(StandIn):
         asked = {name: value for name, value in options.items() if value is not None}
         told |= asked
         for name, value in told.items():
-            if name.startswith("_"):
+            is_known = name.startswith("_") or name in _TAKEN | _WITHOUT_EFFECT
+            # What is empty, as a list of stopping criteria may be, changes nothing.
+            if is_known or value is None or value is False or (isinstance(value, list) and not value):
                 continue
-            if name not in _TAKEN | _WITHOUT_EFFECT and value != common.get(name) and value not in (None, False):
+            if isinstance(value, Tensor | np.ndarray) or value != common.get(name):
                 self._refuse(f"'{name}' is not taken by generate()", hint=f"taken: {', '.join(sorted(_TAKEN))}")
         ends = told.get("eos_token_id")
         ends = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
@@ -131,19 +140,11 @@ class WritingModel(StandIn):
         drawn = bool(told["do_sample"])
         if drawn and told["num_beams"] > 1:
             self._refuse("beams that are drawn", hint="do_sample=False, or num_beams=1")
-        return Sampling(
-            temperature=float(told["temperature"]) if drawn else 0.0,
-            top_k=int(told["top_k"] or 0) if drawn else 0,
-            top_p=float(told["top_p"]) if drawn else 1.0,
-            min_p=float(told.get("min_p") or 0.0) if drawn else 0.0,
-            repetition_penalty=float(told["repetition_penalty"]),
-            no_repeat_ngram_size=int(told.get("no_repeat_ngram_size") or 0),
-            bad_words_ids=tuple(tuple(word) for word in told.get("bad_words_ids") or ()),
-            stop=(stops,) if isinstance(stops, str) else tuple(stops),
-            beams=int(told["num_beams"]),
-            length_penalty=float(told["length_penalty"]),
-            early_stopping=self._stops_early(told),
-        )
+        names = ["repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "length_penalty"]
+        names += ["temperature", "top_k", "top_p", "min_p"] if drawn else []
+        asked = {name: told.get(name) for name in names}
+        asked |= {"stop": stops, "beams": told["num_beams"], "early_stopping": self._stops_early(told)}
+        return sampling_of(Sampling(), asked)
 
     def _stops_early(self, told: Mapping[str, Any]) -> bool:
         asked = told.get("early_stopping", False)
@@ -155,19 +156,32 @@ class WritingModel(StandIn):
         """With its length, which transformers counts from the padded prompt, and a seed of its own."""
         starts = self._spec.start_ids
         # Of what every answer begins with, all but the first is new to transformers.
-        most, forced = told.get("max_new_tokens"), max(0, len(starts) - 1)
-        most = int(told["max_length"]) - (len(starts) or width) if most is None else most - forced
-        least = max((told.get("min_length") or 0) - (len(starts) or width), (told.get("min_new_tokens") or 0) - forced)
+        most, forced = _whole(told, "max_new_tokens", least=1), max(0, len(starts) - 1)
+        most = (_whole(told, "max_length") or 0) - (len(starts) or width) if most is None else most - forced
+        least = max(
+            (_whole(told, "min_length") or 0) - (len(starts) or width), (_whole(told, "min_new_tokens") or 0) - forced
+        )
         if most < 1:
             raise InputError(f"max_length leaves no token to write after {width} of prompt", hint="max_new_tokens=…")
         seed = int(torch.randint(2**31, ())) if sampling.temperature > 0 else None
-        return replace(sampling, max_tokens=int(most), min_tokens=max(0, least), seed=seed)
+        return replace(sampling, max_tokens=most, min_tokens=max(0, least), seed=seed)
+
+    def _mask(self, ids: Tensor, told: Mapping[str, Any]) -> Tensor | None:
+        """Where nobody says, what is padding shows by its token, unless texts end with it: as transformers has it."""
+        pad = told.get("pad_token_id")
+        if not isinstance(ids, Tensor) or pad is None or pad in self._spec.end_ids:
+            return None
+        return ids != pad
 
     def _write(self, rows: Sequence[Row], ids: Tensor, streamer: Any) -> None:
         for row in rows:
             self._writer.add(row)
-        if streamer is not None and not self._spec.start_ids:
-            streamer.put(ids.cpu())
+        first, *starts = self._spec.start_ids or [None]
+        if streamer is not None:
+            # Whoever leaves out the prompt leaves out what comes first.
+            streamer.put(ids.cpu() if first is None else torch.tensor([[first]]))
+            for token in starts:
+                streamer.put(torch.tensor([token]))
         told = 0
         try:
             while not all(row.is_over for row in rows):
@@ -180,15 +194,24 @@ class WritingModel(StandIn):
             self._writer.clear()
             raise
         if streamer is not None:
+            if rows[0].end_id is not None:
+                streamer.put(torch.tensor([rows[0].end_id]))
             streamer.end()
 
     def _ended(self, row: Row) -> list[int]:
         """Its tokens, with the one that ended it, if one did: a stop string may have."""
-        answer = list(self._spec.start_ids) + row.ids
-        text = row.text.whole(row.ids) if row.sampling.stop else ""
-        is_ended = row.finish is Finish.STOP and not any(stop in text for stop in row.sampling.stop)
-        is_forced = row.finish is Finish.LENGTH and self._spec.forced_end_id is not None
-        return answer + list(self._spec.end_ids[:1] if is_ended or is_forced else ())
+        return [*self._spec.start_ids, *row.ids, *([] if row.end_id is None else [row.end_id])]
+
+
+def _whole(told: Mapping[str, Any], name: str, least: int = 0) -> int | None:
+    value = told.get(name)
+    try:
+        number = None if value is None else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number is not None and number < least:
+        raise InputError(f"{name} is {value!r}; it must be a whole number, at least {least}")
+    return number
 
 
 def open_writer(bundle: Bundle, kind: str, task: str, choice: VariantChoice, threads: int | None) -> WritingModel:
