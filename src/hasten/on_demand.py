@@ -125,23 +125,28 @@ def _build(plan: Plan, place: Path, progress: Progress | None) -> Bundle:
 @contextmanager
 def _alone(place: Path) -> Iterator[None]:
     """One build of it at a time: another would take as long, and replace what the first has open by then."""
-    import fcntl
+    try:
+        from filelock import FileLock, Timeout
+    except ImportError as error:
+        raise missing_package("filelock", "building", "build") from error
 
     file = cache_directory() / "locks" / place.name
+    lock = FileLock(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        lock = file.open("w")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            logger.warning("%s is being built by somebody else: waiting for it", place.name)
+            lock.acquire()
     except OSError as error:
         hint = "HASTEN_CACHE names another directory"
         raise StageError(f"the cache {cache_directory()} cannot be written: {error.strerror}", hint=hint) from error
     # Whoever dies lets go of it.
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.warning("%s is being built by somebody else: waiting for it", place.name)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _variants(plan: Plan, model: ModelDirectory, choice: VariantChoice) -> tuple[str, ...]:
