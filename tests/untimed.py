@@ -21,7 +21,7 @@ def untimed(speeds: dict[str, float] | None = None) -> Iterator[None]:
 
     def timed(contenders: Sequence[Artifact], shapes: Sequence[Shape], *_: object, **__: object) -> Bench:
         names = [artifact.variant.name for artifact in contenders]
-        timings = tuple(_timing(name, shapes[0], (speeds or {}).get(name, 1.0)) for name in names)
+        timings = tuple(_timing(name, shape, (speeds or {}).get(name, 1.0)) for shape in shapes for name in names)
         return Bench(names[0], timings, tuple(Footprint(name, 1.0, 1, 1) for name in names))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -119,7 +119,7 @@ def _build(plan: Plan, place: Path, progress: Progress | None) -> Bundle:
         if is_bundle(place):
             return open_bundle(place)
         # A directory that holds no bundle is left from nothing of ours, and refused.
-        return build(plan, place, force=True, progress=progress or Display())
+        return build(plan, place, force=True, progress=progress or Display(), is_brief=True)
 
 
 @contextmanager

@@ -60,11 +60,12 @@ def build(
     progress: Progress | None = None,
     directory: Path | None = None,
     quantized: Any = None,
+    is_brief: bool = False,
 ) -> Bundle:
     """Nothing appears at the target unless every stage succeeded.
 
     `directory` is where a model lies whose name in the plan is not an address, `quantized` the same model as a module
-    with quantizers in it.
+    with quantizers in it. `is_brief` times the optimal shape alone: enough to choose by.
     """
     about, given = look(plan, output, force=force, directory=directory, has_quantizers=quantized is not None)
     for note in about.notes:
@@ -78,7 +79,7 @@ def build(
     ):
         kind = GenerationBuild if about.task in WRITING else _Build
         shown, may_replace = progress or Silent(), force or output is None
-        return kind(plan, about, given, Path(work), shown, may_replace, directory, quantized).run()
+        return kind(plan, about, given, Path(work), shown, may_replace, directory, quantized, is_brief).run()
 
 
 class _Build(Staged):
@@ -182,7 +183,7 @@ class _Build(Staged):
             racing = {against: baseline, **racing}
             measured = bench(
                 list(racing.values()),
-                shapes.corners(),
+                [shapes.optimal] if self.is_brief else shapes.corners(),
                 expected.encoded.batch,
                 budget_s=self.plan.bench_budget_s,
                 threads=self.plan.threads,

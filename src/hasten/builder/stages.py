@@ -29,6 +29,8 @@ class Staged:
     directory: Path | None
     # The module whose quantizers make a variant, where it has some.
     quantized: Any = None
+    # Whether the optimal shape alone is timed, which is enough to choose by.
+    is_brief: bool = False
     machine: Machine = field(default_factory=this_machine)
     stages: list[Stage] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
