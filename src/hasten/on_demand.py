@@ -64,7 +64,7 @@ class Wish:
 
 
 def bundle_of(model: str | Path, wish: Wish, progress: Progress | None = None) -> Bundle:
-    """The model's bundle, made if there is none yet, which takes a minute and shows its progress."""
+    """The model's bundle, made if there is none yet, which takes a minute or two and shows its progress."""
     if not isinstance(model, str | PathLike):
         raise PlanError(
             f"a model is named by its hub id or its directory, and not given as a {type(model).__name__}",
