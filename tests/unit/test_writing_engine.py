@@ -78,12 +78,20 @@ def _after(ids: Any) -> Any:
 class Told:
     """What one request was told."""
 
-    def __init__(self, engine: WritingEngine, *prompts: Sequence[int], tokens: int = 5, **about: Any) -> None:
+    def __init__(
+        self,
+        engine: WritingEngine,
+        *prompts: Sequence[int],
+        tokens: int = 5,
+        sampling: Sampling | None = None,
+        **about: Any,
+    ) -> None:
         self.pieces: list[tuple[int, Piece]] = []
         self.outcomes: list[Sequence[Written] | HastenError] = []
         self.measured: Measured | None = None
         self.is_done = threading.Event()
-        asked = [Asked(Prompt(list(ids), list(ids), True), Sampling(max_tokens=tokens)) for ids in prompts]
+        how = sampling or Sampling(max_tokens=tokens)
+        asked = [Asked(Prompt(list(ids), list(ids), True), how) for ids in prompts]
         self.request = WritingRequest(lambda: asked, self._piece, self._done, **about)
         engine.submit(self.request)
 
@@ -259,6 +267,18 @@ def test_a_step_that_fails_takes_those_with_it_that_run_and_no_others(engines: A
     for told in running:
         assert isinstance(told.wait(), StageError)
     assert waiting.wait()[0].tokens == 3
+
+
+def test_a_text_that_no_token_can_follow_is_one_requests_own(engines: Any) -> None:
+    engine, decoder = engines(slots=2)
+    other = Told(engine, [4], tokens=3000)
+    until(lambda: bool(decoder.steps))
+    banned = tuple((4, token) for token in range(VOCABULARY))
+    lost = Told(engine, [3], sampling=Sampling(temperature=1.0, top_k=1, min_p=0.5, bad_words_ids=banned))
+    assert isinstance(lost.wait(), StageError)
+    assert not other.is_done.is_set()
+    assert len(other.wait()) == 1
+    until(lambda: not decoder.taken)
 
 
 def test_what_a_protocol_does_wrong_is_its_requests_own(engines: Any) -> None:

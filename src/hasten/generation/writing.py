@@ -70,12 +70,18 @@ class Writer:
             return
         slots = [slot for course in self._running for slot in course.stepped]
         logits = self._decoder.step(slots, np.concatenate([course.next_ids for course in self._running]))
-        start = 0
+        start, failed = 0, None
         for course in self._running:
             count = len(course.stepped)
-            course.advance(logits[start : start + count], self._decoder)
+            try:
+                course.advance(logits[start : start + count], self._decoder)
+            except Exception as error:
+                course.row.cancel()  # its own fault, as where a prompt cannot be read: the others go on
+                failed = error
             start += count
         self.free()
+        if failed is not None:
+            raise failed
 
     def free(self) -> None:
         """Free the slots of rows that are over; a step does it too."""

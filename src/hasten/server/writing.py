@@ -348,10 +348,10 @@ class WritingEngine:
             self._fail(request, _too_late(request, now))
 
     def _isolate(self, desk: _Desk, error: BaseException) -> None:
-        """A prompt that could not be read is one text's; a step that failed has left all caches as nobody knows."""
+        """A prompt or logits that could not be read are one text's; other steps leave all caches as nobody knows."""
         logger.error("a step failed: %s", error)
         failure = error if isinstance(error, HastenError) else StageError(f"the model failed: {type(error).__name__}")
-        # The writer cancels a row whose prompt it could not read; we cancel those only whose request is over.
+        # The writer cancels a row that it could not begin or go on with; we cancel those only whose request is over.
         at_fault = [text for text in desk.texts if text.row.is_cancelled and not text.request.is_over]
         for request in {text.request for text in at_fault or desk.texts}:
             self._fail(request, failure)
