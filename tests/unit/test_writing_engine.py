@@ -271,7 +271,7 @@ def test_a_step_that_fails_takes_those_with_it_that_run_and_no_others(engines: A
 
 def test_a_text_that_no_token_can_follow_is_one_requests_own(engines: Any) -> None:
     engine, decoder = engines(slots=2)
-    other = Told(engine, [4], tokens=3000)
+    other = Told(engine, [4], tokens=15_000)
     until(lambda: bool(decoder.steps))
     banned = tuple((4, token) for token in range(VOCABULARY))
     lost = Told(engine, [3], sampling=Sampling(temperature=1.0, top_k=1, min_p=0.5, bad_words_ids=banned))
