@@ -21,7 +21,10 @@ from hasten.core.registry import did_you_mean
 
 _LAST_PORT = 65535
 # Variables that are no options: ours, those of the tests, and what Kubernetes tells of a service that is called hasten.
-_OTHERS = ("BUNDLES", "CONFIG", "API_KEYS", "CACHE", "HEARTBEAT", "REAL_MODELS", "REAL_DATA", "TRITON_ENV", "RAY_ENV")
+_OTHERS = (
+    *("BUNDLES", "CONFIG", "API_KEYS", "CACHE", "HEARTBEAT"),
+    *("REAL_MODELS", "REAL_DATA", "TRITON_ENV", "RAY_ENV", "KSERVE_ENV"),
+)
 _KUBERNETES = ("SERVICE_", "PORT_")
 _BYTES = {"": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 
