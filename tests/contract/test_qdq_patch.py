@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 
 import tiny
+from sources import importing
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -33,23 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def module_of(tmp_path: Path) -> Iterator[Callable[[str], ModuleType]]:
     """A file of somebody's own, imported."""
-    names = []
-
-    def load(source: str) -> ModuleType:
-        name = f"qdq_own_{len(names)}"
-        file = tmp_path / f"{name}.py"
-        file.write_text("import torch\nfrom torch import nn\nimport transformers\n" + textwrap.dedent(source))
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        names.append(name)
-        spec.loader.exec_module(module)
-        return module
-
-    yield load
-    for name in names:
-        del sys.modules[name]
+    with importing(tmp_path, "import torch\nfrom torch import nn\nimport transformers\n") as load:
+        yield load
 
 
 def feeds_of(folder: Path) -> Any:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from sources import importing
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -28,23 +27,8 @@ HEAD = "import torch\nfrom torch import nn\n"
 
 @pytest.fixture
 def module_of(tmp_path: Path) -> Iterator[Callable[[str], ModuleType]]:
-    names = []
-
-    def load(source: str) -> ModuleType:
-        name = f"qdq_sample_{len(names)}"
-        file = tmp_path / f"{name}.py"
-        file.write_text(HEAD + textwrap.dedent(source))
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        names.append(name)
-        spec.loader.exec_module(module)
-        return module
-
-    yield load
-    for name in names:
-        del sys.modules[name]
+    with importing(tmp_path, HEAD) as load:
+        yield load
 
 
 def made(module: ModuleType, name: str, *args: Any, options: Options = EVERYTHING) -> Any:

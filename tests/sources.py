@@ -1,0 +1,35 @@
+"""Python files of somebody's own, imported for as long as a test lasts."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+
+@contextmanager
+def importing(folder: Path, head: str) -> Iterator[Callable[[str], ModuleType]]:
+    """Of each source, which stands under the same head, a file and the module that it is."""
+    names: list[str] = []
+
+    def load(source: str) -> ModuleType:
+        name = f"somebodys_own_{len(names)}"
+        file = folder / f"{name}.py"
+        file.write_text(head + textwrap.dedent(source))
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        names.append(name)
+        spec.loader.exec_module(module)
+        return module
+
+    try:
+        yield load
+    finally:
+        for name in names:
+            del sys.modules[name]
