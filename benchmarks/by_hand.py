@@ -20,7 +20,7 @@ def export_plainly(loaded: Any, folder: Path) -> Artifact:
     import torch
 
     from hasten.builder.head import example
-    from hasten.builder.load import quiet_libraries
+    from hasten.builder.libraries import quiet_libraries
 
     folder.mkdir()
     signature = replace(

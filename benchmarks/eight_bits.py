@@ -24,7 +24,7 @@ from hasten.core.errors import StageError
 from hasten.kernels.activation import EXACT, TANH
 from hasten.kernels.multiply import reference
 from hasten.kernels.products import Product, Products
-from hasten.kernels.roads import LIBRARY, Roads
+from hasten.kernels.roads import LIBRARY, TORCH, Roads
 from hasten.kernels.tuning import seconds
 from origin import origin
 
@@ -83,7 +83,8 @@ def studied(what: Product, kind: str, library: Products | None, fast: Products |
     device = "cuda" if library is not None else "cpu"
     given = roads.drawn(what, device)
     expected = reference(*given[:4], kind if what.has_gelu else None, given[4])
-    for road in roads.known(what):
+    of_torch = [TORCH] if library is not None and what.takes == NARROW[0] else []
+    for road in dict.fromkeys([*roads.known(what), *of_torch]):
         try:
             error = difference(roads.go(road, what, *given), expected)
         except (StageError, RuntimeError) as reason:
@@ -92,21 +93,21 @@ def studied(what: Product, kind: str, library: Products | None, fast: Products |
         if not error <= (LARGEST_ERROR_AGAIN if what.gives else LARGEST_ERROR):
             wrong[road] = f"relative error {error:.1e}"
         elif library is not None:
-            taken = seconds(partial(roads.go, road, what, *given)) * 1e3
+            taken = seconds(partial(roads.go, road, what, *given), library) * 1e3
             best[road.split()[0]] = min(taken, best.get(road.split()[0], float("inf")))
     if fast is not None and what.takes == NARROW[0]:
         hurried = Roads(kind, dtype, fast)
         known = [road for road in hurried.known(what) if road.startswith(LIBRARY)]
-        times = [seconds(partial(hurried.go, road, what, *given)) * 1e3 for road in known]
+        times = [seconds(partial(hurried.go, road, what, *given), fast) * 1e3 for road in known]
         best |= {"library, sums fast": min(times, default=float("inf"))}
     if library is not None:
         # Beside it: cuBLASLt's fastest in fp16, without what stands behind.
         half = Product(what.rows, what.columns, what.depth, what.has_bias)
-        algorithm = library.fastest(half, seconds)
+        algorithm = library.fastest(half, partial(seconds, products=library))
         library.choose({half: algorithm})
         x, weight = (torch.randn(rows, what.depth, device=device).half() for rows in (what.rows, what.columns))
         bias = torch.randn(what.columns, device=device).half() if what.has_bias else None
-        best["fp16 product alone"] = seconds(lambda: library(x, weight, bias)) * 1e3
+        best["fp16 product alone"] = seconds(lambda: library(x, weight, bias), library) * 1e3
     return {"ms": best, "wrong": wrong}
 
 

@@ -19,7 +19,7 @@ from onnxruntime.transformers.fusion_options import FusionOptions
 from transformers import AutoModel
 
 from hasten.builder.head import Exportable
-from hasten.builder.load import quiet_libraries
+from hasten.builder.libraries import quiet_libraries
 from origin import origin
 
 NAMES = ["input_ids", "attention_mask", "token_type_ids"]

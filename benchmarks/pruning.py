@@ -21,9 +21,10 @@ import numpy as np
 from by_hand import export_plainly
 from hasten.backends import BACKENDS, MODEL, Artifact, RunOptions, Source
 from hasten.builder.export import export
-from hasten.builder.load import load_model, save_tokenizer
+from hasten.builder.load import load_model
 from hasten.builder.passes import apply_passes
 from hasten.builder.source import find_model
+from hasten.builder.tokenizer import save_tokenizer
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Plan
 from hasten.core.statistics import median_ratio

@@ -34,8 +34,9 @@ import transformers
 from hasten.backends import BACKENDS, MODEL, Artifact, RunOptions
 from hasten.backends.torch import ModuleSession
 from hasten.builder.export import export
-from hasten.builder.load import LoadedModel, load_model, save_tokenizer
+from hasten.builder.load import LoadedModel, load_model
 from hasten.builder.source import find_model
+from hasten.builder.tokenizer import save_tokenizer
 from hasten.bundle import open_bundle
 from hasten.core.plan import Plan
 from hasten.core.progress import Silent

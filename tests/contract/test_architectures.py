@@ -141,7 +141,7 @@ def test_a_sentencepiece_file_is_vocabulary_enough(
 def test_a_tokenizer_with_parts_in_python_is_refused(tiny_model: Any, load_tiny: Any, tmp_path: Path) -> None:
     from tokenizers import pre_tokenizers
 
-    from hasten.builder.load import save_tokenizer
+    from hasten.builder.tokenizer import save_tokenizer
 
     class Words:
         def pre_tokenize(self, text: Any) -> None:

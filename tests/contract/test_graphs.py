@@ -137,7 +137,7 @@ def test_a_wrong_graph_is_caught(tiny_classifier: Any, load_tiny: Any, tmp_path:
 
 def test_a_wrong_tokenizer_is_caught(tiny_classifier: Any, load_tiny: Any, tmp_path: Path) -> None:
     from hasten.builder.check import check_tokenizer
-    from hasten.builder.load import save_tokenizer
+    from hasten.builder.tokenizer import save_tokenizer
     from hasten.core.tokenizer import Tokenizer
 
     loaded = load_tiny(tiny_classifier("bert"))

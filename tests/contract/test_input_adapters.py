@@ -62,7 +62,7 @@ def make_adapter(tmp_path: Path) -> Callable[..., Adapter]:
         import torch
         import transformers
 
-        from hasten.builder.load import quiet_libraries
+        from hasten.builder.libraries import quiet_libraries
 
         torch.manual_seed(11)
         config = configs()[kind]

@@ -62,7 +62,7 @@ def export_onnx(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
         import transformers
 
         from hasten.builder.head import Exportable
-        from hasten.builder.load import quiet_libraries
+        from hasten.builder.libraries import quiet_libraries
 
         folder = tmp_path_factory.mktemp("onnx") / "model"
         shutil.copytree(model, folder)

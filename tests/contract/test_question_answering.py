@@ -131,7 +131,7 @@ def test_where_padding_is_on_the_left_answers_are_those_of_the_pipeline(
     """Without a bundle: BERT knows places by number, so that padding on the left does change its answers."""
     from hasten.backends import Artifact, RunOptions
     from hasten.backends.torch import ModuleSession
-    from hasten.builder.load import save_tokenizer
+    from hasten.builder.tokenizer import save_tokenizer
     from hasten.core.variant import Variant
 
     loaded = load_tiny(saved(PADS_LEFT))

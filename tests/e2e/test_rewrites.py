@@ -21,9 +21,10 @@ from hasten.quantize.rewrite import rewrite
 def fused(minilm: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The fused graph, and a way from texts to rows."""
     from hasten.builder.export import export
-    from hasten.builder.load import load_model, save_tokenizer
+    from hasten.builder.load import load_model
     from hasten.builder.passes import apply_passes
     from hasten.builder.source import find_model
+    from hasten.builder.tokenizer import save_tokenizer
     from hasten.core.plan import Plan
     from hasten.core.tokenizer import Tokenizer
 

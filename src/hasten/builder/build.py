@@ -17,12 +17,13 @@ from hasten.builder.choose import GRAPH, compared_with, explain, front, rank
 from hasten.builder.export import IR_VERSION, OPSET, export
 from hasten.builder.generation import GenerationBuild
 from hasten.builder.given import LoadedGraph, load_graph
-from hasten.builder.load import load_model, save_configurations, save_tokenizer
+from hasten.builder.load import load_model, save_configurations
 from hasten.builder.outline import look
 from hasten.builder.passes import apply_passes, record
 from hasten.builder.search import Search, Trial
 from hasten.builder.source import ModelDirectory, find_model
 from hasten.builder.stages import Staged
+from hasten.builder.tokenizer import save_tokenizer
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
 from hasten.core.errors import AccuracyError, UnsupportedError, translate_os_errors

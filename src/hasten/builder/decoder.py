@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from hasten.builder.export import IR_VERSION
-from hasten.builder.load import quiet_libraries
+from hasten.builder.libraries import quiet_libraries
 from hasten.builder.operators import About, CausalAttention, FullAttention, Head
 from hasten.builder.straighten import straighten
 from hasten.core.errors import StageError, UnsupportedError

@@ -32,7 +32,7 @@ from hasten.builder.decoder import (
     pairs,
     places,
 )
-from hasten.builder.load import first_line, quiet_libraries
+from hasten.builder.libraries import first_line, quiet_libraries
 from hasten.builder.operators import About, FullAttention
 from hasten.core.errors import HastenError, UnsupportedError
 from hasten.graph import write_together

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hasten.builder.load import LoadedModel, quiet_libraries
+from hasten.builder.libraries import quiet_libraries
+from hasten.builder.load import LoadedModel
 from hasten.core.errors import StageError, missing_package
 from hasten.exporter import trace
 from hasten.graph import EXTERNAL_DATA_BYTES

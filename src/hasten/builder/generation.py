@@ -17,12 +17,13 @@ import numpy as np
 from hasten.backends import BACKENDS, DECODER, Artifact, Decodes, RunOptions
 from hasten.builder.check import check_tokenizer
 from hasten.builder.choose import compared_with, explain, front, rank
-from hasten.builder.load import save_configurations, save_tokenizer
+from hasten.builder.load import save_configurations
 from hasten.builder.original import ORIGINAL, sample_of, save_original
 from hasten.builder.paces import time_writing
 from hasten.builder.passes import record
 from hasten.builder.source import ModelDirectory, find_model
 from hasten.builder.stages import Staged
+from hasten.builder.tokenizer import save_tokenizer
 from hasten.builder.written import Writer, load_writer, unknown_options
 from hasten.builder.written_variants import Kit, which
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry

@@ -15,9 +15,11 @@ import numpy as np
 from hasten.backends import BACKENDS, MODEL, Artifact, RunOptions, Source
 from hasten.backends.onnxruntime import stored_precision
 from hasten.builder.detect import EMBEDDING, detect_task
-from hasten.builder.load import Facts, Loaded, first_line, load_tokenizer, quiet_libraries, read_facts
+from hasten.builder.libraries import first_line, quiet_libraries
+from hasten.builder.load import Facts, Loaded, read_facts
 from hasten.builder.sentence_layout import SentenceLayout, read_layout
 from hasten.builder.source import ModelDirectory
+from hasten.builder.tokenizer import load_tokenizer
 from hasten.core.errors import StageError, UnsupportedError, missing_package
 from hasten.core.plan import Plan
 from hasten.core.tensors import ATTENTION_MASK, Batch, DType, TensorSpec

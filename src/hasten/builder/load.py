@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import shutil
 import tempfile
-import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hasten.backends import Source
 from hasten.builder.adapter import load_adapted
 from hasten.builder.cross_encoder import read_cross_encoder
 from hasten.builder.detect import EMBEDDING, RANKING, detect_task
+from hasten.builder.libraries import first_line, loading_hint, quiet_libraries
 from hasten.builder.sentence_layout import SentenceLayout, read_layout
 from hasten.builder.source import ModelDirectory
+from hasten.builder.tokenizer import load_tokenizer, lowercase_first, tidies_spaces
 from hasten.core.errors import HastenError, StageError, UnsupportedError, missing_package
 from hasten.core.plan import Plan
 from hasten.core.tensors import ATTENTION_MASK, BATCH, MASKS, SEQUENCE, DType, Signature, TensorSpec
@@ -34,13 +33,6 @@ if TYPE_CHECKING:
 _NO_LIMIT = 1_000_000
 
 _TYPES = "token_type_ids"
-# How the files of vocabularies begin.
-_VOCABULARY = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")
-
-
-class HasTokenizer(Protocol):
-    @property
-    def original_tokenizer(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,33 +130,6 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
     return describe(module, tokenizer, task, layout, model)
 
 
-def load_tokenizer(model: ModelDirectory, plan: Plan) -> Any:
-    import transformers
-
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            model.tokenizer_path, trust_remote_code=plan.trust_remote_code
-        )
-    except Exception as error:
-        if not _has_vocabulary(model.tokenizer_path):  # of which transformers says nothing
-            raise _without_tokenizer(model) from error
-        raise StageError(f"the tokenizer of {model.id} does not load: {first_line(error)}") from error
-    # transformers 5 makes a tokenizer of special tokens alone where it finds no files.
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise _without_tokenizer(model)
-    return tokenizer
-
-
-def _has_vocabulary(folder: Path) -> bool:
-    """By how the files of one are called, or end."""
-    names = [file.name for file in folder.iterdir() if file.name != "tokenizer_config.json"]
-    return any(name.startswith(_VOCABULARY) or name.endswith((".model", ".spm", ".tiktoken")) for name in names)
-
-
-def _without_tokenizer(model: ModelDirectory) -> StageError:
-    return StageError(f"{model.id} has no tokenizer: no tokenizer.json or vocabulary beside its config.json")
-
-
 def describe(
     module: Any,
     tokenizer: Any,
@@ -214,7 +179,7 @@ def read_facts(
             " and bundles are served without transformers"
         )
     if layout is not None and layout.lowercase:
-        _lowercase_first(tokenizer)
+        lowercase_first(tokenizer)
     columns = [name for name in tokenizer.model_input_names if name in accepted and name != ATTENTION_MASK]
     if "input_ids" not in columns:
         raise UnsupportedError(f"{model.id} takes no token ids: hasten handles text models")
@@ -295,30 +260,6 @@ def _mask_id(tokenizer: Any, model: ModelDirectory) -> int:
     return int(tokenizer.mask_token_id)
 
 
-def tidies_spaces(tokenizer: Any) -> bool:
-    """Whether decoding takes out spaces before punctuation: transformers does not for BPE, unless it is made to."""
-    is_forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
-    is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
-    return bool(tokenizer.clean_up_tokenization_spaces) and (is_forced or not is_bpe)
-
-
-def save_tokenizer(loaded: HasTokenizer, file: Path) -> None:
-    """The tokenizer as one file that needs no transformers."""
-    import tokenizers
-
-    original = loaded.original_tokenizer
-    try:
-        backend = tokenizers.Tokenizer.from_str(original.backend_tokenizer.to_str())
-    except Exception as error:  # the library raises bare Exception
-        raise UnsupportedError(
-            f"the tokenizer ({type(original).__name__}) has parts written in Python,"
-            f" and bundles are served without transformers: {first_line(error)}"
-        ) from error
-    backend.no_padding()
-    backend.no_truncation()
-    backend.save(str(file))
-
-
 def save_configurations(config: Any, tokenizer: Any, folder: Path) -> None:
     """What transformers reads of a model beside weights and vocabulary: its pipelines ask for labels and limits."""
     config.to_json_file(folder / "config.json")
@@ -326,15 +267,6 @@ def save_configurations(config: Any, tokenizer: Any, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="hasten-") as work:
         tokenizer.save_pretrained(work)
         shutil.copyfile(Path(work) / name, folder / name)
-
-
-def _lowercase_first(tokenizer: Any) -> None:
-    """What sentence-transformers' do_lower_case asks for, whatever the tokenizer itself does."""
-    from tokenizers import normalizers
-
-    backend = tokenizer.backend_tokenizer
-    before = [backend.normalizer] if backend.normalizer is not None else []
-    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
 
 
 def _task_spec(task: AnyTask, config: Any, tokenizer: Any, layout: SentenceLayout | None) -> TaskSpec:
@@ -376,33 +308,3 @@ def _reserved_positions(module: Any) -> int:
         if name.endswith("position_embeddings") and (padding := getattr(part, "padding_idx", None)) is not None:
             return int(padding) + 1
     return 0
-
-
-@contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """transformers draws bars and logs advice for people who train; a build has a display of its own."""
-    from transformers.utils import logging as theirs
-
-    level, had_bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
-    theirs.set_verbosity_error()
-    theirs.disable_progress_bar()
-    root = logging.getLogger("torch.onnx")
-    before = root.level
-    root.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        theirs.set_verbosity(level)
-        root.setLevel(before)
-        if had_bars:
-            theirs.enable_progress_bar()
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def loading_hint(error: Exception) -> str | None:
-    return "--trust-remote-code if you trust its author" if "trust_remote_code" in str(error) else None

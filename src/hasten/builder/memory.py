@@ -104,7 +104,7 @@ def _check(model: Any, tokenizer: Any) -> None:
 
 def _save(model: Any, tokenizer: Any, folder: str) -> None:
     from hasten.builder.adapter import merged
-    from hasten.builder.load import quiet_libraries
+    from hasten.builder.libraries import quiet_libraries
 
     with quiet_libraries():
         if _PEFT in _kinds(model):

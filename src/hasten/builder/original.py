@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hasten.backends import Artifact
-from hasten.builder.load import quiet_libraries
+from hasten.builder.libraries import quiet_libraries
 from hasten.builder.written import CLASSES, Writer
 from hasten.core.tensors import FloatArray, IntArray
 from hasten.core.variant import Precision, Variant

@@ -13,7 +13,8 @@ import torch
 
 from hasten.builder.export import IR_VERSION, OPSET, export
 from hasten.builder.head import Exportable
-from hasten.builder.load import LoadedModel, first_line, quiet_libraries
+from hasten.builder.libraries import first_line, quiet_libraries
+from hasten.builder.load import LoadedModel
 from hasten.core.errors import PlanError, StageError, UnsupportedError
 from hasten.core.variant import Precision
 from hasten.graph import is_large, read_graph, write_graph

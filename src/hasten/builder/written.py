@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hasten.builder.adapter import load_adapted
-from hasten.builder.load import first_line, load_tokenizer, loading_hint, quiet_libraries, tidies_spaces
+from hasten.builder.libraries import first_line, loading_hint, quiet_libraries
 from hasten.builder.source import ModelDirectory
+from hasten.builder.tokenizer import load_tokenizer, tidies_spaces
 from hasten.core.errors import HastenError, StageError, UnsupportedError, missing_package
 from hasten.core.generation import TEXT2TEXT_GENERATION, TEXT_GENERATION, GenerationSpec, Sampling
 from hasten.core.plan import Plan

@@ -233,7 +233,8 @@ def _with_pooling(plan: Plan) -> tuple[Plan, list[str]]:
 
 def _with_tokenizer(plan: Plan, tokenizer: str, folder: Path) -> Path:
     """The model's files beside another tokenizer's."""
-    from hasten.builder.load import load_tokenizer, quiet_libraries
+    from hasten.builder.libraries import quiet_libraries
+    from hasten.builder.tokenizer import load_tokenizer
 
     local = Path(tokenizer).expanduser()
     # Of a repository on the hub the tokenizer alone is read: how its weights are stored does not matter.
