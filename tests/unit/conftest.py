@@ -10,8 +10,8 @@ from typing import Any, Self
 import numpy as np
 import pytest
 from hypothesis import settings
+from tokenizers import Encoding, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import models, pre_tokenizers, processors
 
 from hasten.backends import MODEL, Artifact
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
@@ -101,6 +101,12 @@ def fast_tokenizer() -> FastTokenizer:
         special_tokens=[(word, WORDS.index(word)) for word in ("[CLS]", "[SEP]")],
     )
     return tokenizer
+
+
+@pytest.fixture
+def spelled() -> Callable[[Encoding], str]:
+    """The tokens of one of its rows."""
+    return lambda encoding: " ".join(WORDS[token] for token in encoding.ids)
 
 
 @pytest.fixture

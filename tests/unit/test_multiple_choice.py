@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Encoding
 
 from hasten.core.errors import InputError
 from hasten.core.tokenizer import Tokenizer
@@ -29,9 +31,9 @@ def outputs(*values: float) -> dict[str, np.ndarray]:
     return {"logits": np.array(values, np.float32)[:, None]}
 
 
-def test_a_choice_is_a_row_beside_its_prompt(questions: Questions) -> None:
+def test_a_choice_is_a_row_beside_its_prompt(questions: Questions, spelled: Callable[[Encoding], str]) -> None:
     assert questions.item_of_row.tolist() == [0, 0, 1, 2, 2, 2]
-    assert [" ".join(encoding.tokens) for encoding in questions.encodings] == [
+    assert [spelled(encoding) for encoding in questions.encodings] == [
         "[CLS] a [SEP] b [SEP]",
         "[CLS] a [SEP] c d [SEP]",
         "[CLS] e f [SEP] g [SEP]",

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from scipy import stats
+from tokenizers import Encoding
 
 from hasten.core.errors import InputError
 from hasten.core.tokenizer import Tokenizer
@@ -88,11 +89,11 @@ def test_half_precision_vectors_come_as_single(encoded: MakeEncoded) -> None:
     ],
 )
 def test_prompts_stand_before_the_text(
-    tokenizer: Tokenizer, spec: TaskSpec, given: dict[str, object], prompt: str
+    tokenizer: Tokenizer, spelled: Callable[[Encoding], str], spec: TaskSpec, given: dict[str, object], prompt: str
 ) -> None:
     encoded = TASK.encode(["a", ("b", "c")], tokenizer, TASK.options(spec, given))
-    texts = [" ".join(encoding.tokens[1:-1]) for encoding in encoded.encodings]
-    assert texts == [f"{prompt}{text}" for text in "abc"]
+    texts = [spelled(encoding) for encoding in encoded.encodings]
+    assert texts == [f"[CLS] {prompt}{text} [SEP]" for text in "abc"]
     assert encoded.item_of_row.tolist() == [0, 1, 1]
     assert encoded.items == 2
 

@@ -1,21 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Encoding, models, processors
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import models, processors
 
 from hasten.core.errors import BundleError
-from hasten.core.tokenizer import Tokenizer, TokenizerSpec, Tokens
+from hasten.core.tokenizer import Tokenizer, TokenizerSpec
 
 BOTH = ("input_ids", "token_type_ids")
 
 
-def words(tokens: Tokens, row: int = 0) -> str:
-    return " ".join(tokens.encodings[row].tokens)
+Spelled = Callable[[Encoding], str]
 
 
 def test_rows_are_not_padded(tokenizer: Tokenizer) -> None:
@@ -26,10 +26,26 @@ def test_rows_are_not_padded(tokenizer: Tokenizer) -> None:
     assert tokens.truncated == ()
 
 
-def test_pairs_go_through_the_template(tokenizer: Tokenizer) -> None:
+def test_pairs_go_through_the_template(tokenizer: Tokenizer, spelled: Spelled) -> None:
     tokens = tokenizer.encode([("a b", "c"), "a"])
-    assert words(tokens) == "[CLS] a b [SEP] c [SEP]"
+    assert spelled(tokens.encodings[0]) == "[CLS] a b [SEP] c [SEP]"
     assert tokens.batch.values["token_type_ids"].tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(st.text("ab \n") | st.tuples(st.text("ab "), st.text("cd ")), max_size=4))
+def test_the_same_tokens_are_traced(tokenizer: Tokenizer, texts: list[str | tuple[str, str]]) -> None:
+    plain, traced = tokenizer.encode(texts), tokenizer.encode(texts, is_traced=True)
+    assert {name: column.tolist() for name, column in plain.batch.values.items()} == {
+        name: column.tolist() for name, column in traced.batch.values.items()
+    }
+    assert (plain.batch.lengths.tolist(), plain.truncated) == (traced.batch.lengths.tolist(), traced.truncated)
+    for text, encoding in zip(texts, traced.encodings, strict=True):
+        own = zip(encoding.ids, encoding.offsets, encoding.sequence_ids, strict=True)
+        for token, (begin, end), part in own:
+            if part is not None:
+                there = (text if isinstance(text, str) else text[part])[begin:end]
+                assert tokenizer.token(token) == (there if len(there) == 1 else "[UNK]")
 
 
 def test_no_texts(tokenizer: Tokenizer) -> None:
@@ -43,13 +59,15 @@ def test_the_inputs_are_those_the_model_takes(tokenizer_file: Path) -> None:
     assert set(tokens.batch.values) == {"input_ids"}
 
 
-def test_padding_and_truncation_in_the_file_are_reset(fast_tokenizer: FastTokenizer, tmp_path: Path) -> None:
+def test_padding_and_truncation_in_the_file_are_reset(
+    fast_tokenizer: FastTokenizer, tmp_path: Path, spelled: Spelled
+) -> None:
     fast_tokenizer.enable_padding(length=128)
     fast_tokenizer.enable_truncation(4, strategy="only_first", direction="left")
     fast_tokenizer.save(str(tmp_path / "fixed.json"))
     tokens = Tokenizer.open(tmp_path / "fixed.json", TokenizerSpec(BOTH, 8)).encode(["a b c", "a b c d e f g h"])
-    assert words(tokens, 0) == "[CLS] a b c [SEP]"
-    assert words(tokens, 1) == "[CLS] a b c d e f [SEP]"
+    assert spelled(tokens.encodings[0]) == "[CLS] a b c [SEP]"
+    assert spelled(tokens.encodings[1]) == "[CLS] a b c d e f [SEP]"
     assert tokens.truncated == (1,)
 
 
@@ -64,25 +82,25 @@ def test_padding_and_truncation_in_the_file_are_reset(fast_tokenizer: FastTokeni
         (("a", "b c"), "[CLS] a [SEP] b c [SEP]"),
     ],
 )
-def test_truncation_at_six(tokenizer_file: Path, text: str | tuple[str, str], kept: str) -> None:
+def test_truncation_at_six(tokenizer_file: Path, text: str | tuple[str, str], kept: str, spelled: Spelled) -> None:
     tokens = Tokenizer.open(tokenizer_file, TokenizerSpec(BOTH, 6)).encode([text])
-    assert words(tokens) == kept
+    assert spelled(tokens.encodings[0]) == kept
     whole = len(" ".join([text] if isinstance(text, str) else text).split()) + (2 if isinstance(text, str) else 3)
     assert tokens.truncated == ((0,) if whole > 6 else ())
 
 
-def test_two_long_texts_share_the_room(tokenizer_file: Path) -> None:
+def test_two_long_texts_share_the_room(tokenizer_file: Path, spelled: Spelled) -> None:
     tokens = Tokenizer.open(tokenizer_file, TokenizerSpec(BOTH, 7)).encode([("a b c d e f", "g h i j k l")])
-    assert words(tokens) == "[CLS] a b [SEP] g h [SEP]"
+    assert spelled(tokens.encodings[0]) == "[CLS] a b [SEP] g h [SEP]"
 
 
 @pytest.mark.parametrize(
     ("text", "kept"),
     [("a b c d e", "[CLS] c d e [SEP]"), (("a b c d", "e"), "[CLS] d [SEP] e [SEP]"), ("a b", "[CLS] a b [SEP]")],
 )
-def test_truncation_on_the_left(tokenizer_file: Path, text: str | tuple[str, str], kept: str) -> None:
+def test_truncation_on_the_left(tokenizer_file: Path, text: str | tuple[str, str], kept: str, spelled: Spelled) -> None:
     tokens = Tokenizer.open(tokenizer_file, TokenizerSpec(BOTH, 5, truncates_left=True)).encode([text])
-    assert words(tokens) == kept
+    assert spelled(tokens.encodings[0]) == kept
 
 
 def test_every_truncated_row_is_reported(tokenizer_file: Path) -> None:

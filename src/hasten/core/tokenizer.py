@@ -65,9 +65,10 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception for every kind of damage
             raise BundleError(f"{file} is not a tokenizer: {error}") from error
 
-    def encode(self, texts: Sequence[str | tuple[str, str]]) -> Tokens:
-        """One row per text or pair of texts."""
-        return self._tokens(self._backend.encode_batch(list(texts)))
+    def encode(self, texts: Sequence[str | tuple[str, str]], *, is_traced: bool = False) -> Tokens:
+        """One row per text or pair of texts; traced, encodings say from where in a text tokens are, a fifth slower."""
+        encode = self._backend.encode_batch if is_traced else self._backend.encode_batch_fast
+        return self._tokens(encode(list(texts)))
 
     def encode_words(self, sentences: Sequence[Sequence[str]]) -> Tokens:
         """One row per sentence that is already cut into words."""

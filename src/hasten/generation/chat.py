@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 from hasten.core.errors import InputError, missing_package
 from hasten.core.generation import GenerationSpec
@@ -23,7 +23,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 _HERE = "\ue000hasten\ue000"
 
 
-def is_chat(payload: object) -> bool:
+def is_chat(payload: object) -> TypeGuard[Sequence[Message]]:
     """Whether it is one chat, and not a list of texts or of chats."""
     return isinstance(payload, list | tuple) and bool(payload) and isinstance(payload[0], Mapping)
 

@@ -57,11 +57,12 @@ def _whole(least: int) -> Callable[[str, object], int]:
 
 def _number(allowed: Callable[[float], bool], words: str) -> Callable[[str, object], float]:
     def check(name: str, value: object) -> float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        try:
-            number = float(value) if is_number else math.nan  # type: ignore[arg-type]
-        except OverflowError:  # a whole number may have any number of digits
-            number = math.inf
+        number = math.nan
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            try:
+                number = float(value)
+            except OverflowError:  # a whole number may have any number of digits
+                number = math.inf
         if not math.isfinite(number) or not allowed(number):
             raise InputError(f"{name} is {value!r:.80}; it must be {words}")
         return number

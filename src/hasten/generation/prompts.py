@@ -28,9 +28,9 @@ class Prompt:
 def read_prompt(given: object, spec: GenerationSpec, tokenizer: Tokenizer) -> Prompt:
     reads_apart = bool(spec.start_ids)
     if is_chat(given):
-        text = checked_text(render(spec, given), "the chat", may_be_empty=True)  # type: ignore[arg-type]
+        text = checked_text(render(spec, given), "the chat", may_be_empty=True)
         ids = tokenizer.encode_whole([text])[0].ids
-        return Prompt(given, ids, not reads_apart and is_continued(given))  # type: ignore[arg-type]
+        return Prompt(given, ids, not reads_apart and is_continued(given))
     if isinstance(given, list | tuple) and given and all(type(token) is int for token in given):
         check_tokens(given, spec)
         return Prompt(given, list(given), not reads_apart)

@@ -238,7 +238,7 @@ def _parse_words(entry: object, place: int) -> tuple[str, ...] | None:
 def _encode(items: Sequence[Text], tokenizer: Tokenizer) -> Tokens:
     """Texts and cut sentences, which the tokenizer takes in separate calls, in the order of the items."""
     is_text = np.array([isinstance(item, str) for item in items])
-    texts = tokenizer.encode([item for item in items if isinstance(item, str)])
+    texts = tokenizer.encode([item for item in items if isinstance(item, str)], is_traced=True)
     if is_text.all():
         return texts
     cut = tokenizer.encode_words([item for item in items if not isinstance(item, str)])
