@@ -40,6 +40,7 @@ from hasten.builder.passes import apply_passes
 from hasten.core.hardware import this_machine
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Shape, Signature, TensorSpec, pad
 from hasten.core.variant import Precision, Variant
+from hasten.kernels.counters import recorded as graph_of
 from hasten.quantize.half import halve
 from origin import origin
 
@@ -119,13 +120,18 @@ def main() -> None:
             for row in study(name, STUDIES[name], model, sessions):
                 results["rows"].append(row)
                 print(show(row), flush=True)
+                # After each, so that one that fails takes no other with it.
+                write(results, args.output)
             if name == STREAMED and args.lengths is not None:
                 lengths = [int(line) for line in args.lengths.read_text().split()]
                 results["stream"] = stream(lengths, sessions)
                 print(results["stream"], flush=True)
+                write(results, args.output)
         torch.compiler.reset()
-        # After each, so that one that fails takes no other with it.
-        args.output.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+
+
+def write(results: Mapping[str, Any], file: Path) -> None:
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
 
 
 def _signature() -> Signature:
@@ -267,10 +273,10 @@ def on_device(session: Any, batch: Batch, feeds: Mapping[str, Any]) -> Callable[
 def recorded(session: FusedSession, batch: Batch) -> Callable[[], Any]:
     """Its graph without the copies from and to the host: as for all the others, the tensors are there already."""
     session.run(batch)
-    bucket, made = next(reversed(session.replay._graphs.items()))
-    graph = torch.cuda.CUDAGraph()
-    with torch.inference_mode(), torch.cuda.graph(graph, stream=session.replay.stream):
-        answers = session._compute(made._there, bucket)
+    lane = session.lane
+    bucket, made = next(reversed(lane.replay._graphs.items()))
+    with torch.inference_mode(), graph_of(lane.replay.stream, lane.products) as graph:
+        answers = session._compute(lane.encoder, made._there, bucket)
 
     def replay() -> Any:
         graph.replay()
@@ -283,7 +289,8 @@ def set_pruning(sessions: Mapping[str, Session], *, prunes: bool) -> None:
     for session in sessions.values():
         if isinstance(session, FusedSession):
             session.prunes = prunes
-            session.replay.clear()
+            for lane in session._lanes:
+                lane.replay.clear()
 
 
 def timed(ask: Callable[[], Any]) -> list[float]:
@@ -309,7 +316,7 @@ def device_ms(session: FusedSession, batch: Batch) -> dict[str, float]:
     """Of its CUDA graph, with the copies from and to the host that it holds."""
     session.run(batch)
     taken = []
-    last, on = session.replay.last, session.replay.stream
+    last, on = session.lane.replay.last, session.lane.replay.stream
     for _ in range(ROUNDS * RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(on):
@@ -328,7 +335,7 @@ def kernels(session: FusedSession, batch: Batch) -> list[dict[str, Any]]:
     session.run(batch)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(RUNS):
-            session.replay.last.replay()
+            session.lane.replay.last.replay()
         synchronize()
     found: dict[str, list[float]] = {}
     for event in profile.events():

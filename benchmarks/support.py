@@ -31,9 +31,11 @@ from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Sess
 from hasten.builder.check import check_graph, check_tokenizer
 from hasten.builder.detect import EMBEDDING, RANKING
 from hasten.builder.export import export
-from hasten.builder.load import LoadedModel, load_model, quiet_libraries, save_tokenizer
+from hasten.builder.libraries import quiet_libraries
+from hasten.builder.load import LoadedModel, load_model
 from hasten.builder.passes import apply_passes
 from hasten.builder.source import find_model
+from hasten.builder.tokenizer import save_tokenizer
 from hasten.core.errors import HastenError, StageError
 from hasten.core.hardware import this_machine
 from hasten.core.plan import Gate, Plan

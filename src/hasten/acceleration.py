@@ -119,7 +119,9 @@ class FusedForward:
         encoder = Encoder(
             self._geometry, self._weights, is_dependent=is_dependent, products=products, shared_bytes=shared
         )
-        self._replay = Replay(lambda whole, bucket: encoder(unpack(whole, bucket)), str(self._device), stays=True)
+        self._replay = Replay(
+            lambda whole, bucket: encoder(unpack(whole, bucket)), str(self._device), products, stays=True
+        )
         # Graphs share their memory: one call at a time.
         self._turn = threading.Lock()
         self._said: set[str] = set()
@@ -242,7 +244,7 @@ class FusedForward:
 
         index = torch.from_numpy(where).to(self._device) if len(where) < len(whole) else None
         begin = 0
-        for rows in parts(batch.lengths) if batch.tokens > MOST_TOKENS else [None]:
+        for rows in parts(batch.lengths, MOST_TOKENS) if batch.tokens > MOST_TOKENS else [None]:
             part = batch if rows is None else batch.take(rows)
             end, bucket = begin + part.tokens, Bucket.of(part.tokens, len(part))
             fill = partial(pack, batch=part, bucket=bucket, places=places[begin:end])

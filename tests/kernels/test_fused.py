@@ -119,6 +119,23 @@ def test_more_masks_than_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     compare(theirs, ours, batch_of(5, 3, masks=MASK_ID))
 
 
+def test_more_tokens_than_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hasten.kernels import packing
+
+    module = Exportable(model_of("Roberta", "Model", layers=FEW_LAYERS), INPUTS, ["last_hidden_state"])
+    theirs, ours = both(module, signature_of("last_hidden_state", per_token=True), tmp_path)
+    monkeypatch.setattr(packing, "MOST_TOKENS", 9)
+    batch = batch_of(5, 9, 3, 3, 8, 1, 7)
+    compare(theirs, ours, batch)
+    # What fails in the middle leaves nothing behind.
+    packing_of, asked = ours._packing, iter(range(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(ours, "_packing", lambda *given: (next(asked), packing_of(*given))[1])
+        with pytest.raises(StageError, match="a batch of 7 failed"):
+            ours.run(batch)
+    compare(theirs, ours, batch)
+
+
 def test_states_of_every_token(tmp_path: Path) -> None:
     module = Exportable(model_of("Roberta", "Model", layers=FEW_LAYERS), INPUTS, ["last_hidden_state"])
     theirs, ours = both(module, signature_of("last_hidden_state", per_token=True), tmp_path)

@@ -77,7 +77,7 @@ def test_states_are_near(family: str, precision: str, tmp_path: Path) -> None:
     assert {str(stored[f"0.{name}.weight"].dtype) for name in ("qkv", "out", "up", "down")} <= {str(FP8), str(INT8)}
     # By the kernels for few tokens, where only the weights are narrow, and by the others.
     few, alone = error(session, module, batch_of(7)), session.run(batch_of(7))["last_hidden_state"]
-    session._encoder.few_tokens = 0
+    session.lane.encoder.few_tokens = 0
     many = error(session, module, batch_of(7, 1, 17))
     assert 0 < few <= LARGEST_ERROR[precision]
     assert 0 < many <= LARGEST_ERROR[precision]
@@ -103,7 +103,7 @@ def test_products_that_are_kept_are_halves(tmp_path: Path) -> None:
         f"{layer}.{name}.weight" for layer in range(FEW_LAYERS) for name in ("qkv", "out", "up", "down")
     } - {f"{name}.weight" for name in keep}
     assert session.spec.precision == "fp8"
-    session._encoder.few_tokens = 0
+    session.lane.encoder.few_tokens = 0
     assert error(session, module, batch_of(5, 9)) <= LARGEST_ERROR["fp8"]
 
 
@@ -150,10 +150,10 @@ def test_of_many_tokens_some_are_kept_and_none_is_overlooked(monkeypatch: pytest
 def test_values_beyond_what_was_seen_are_cut_off_and_stay_numbers(tmp_path: Path) -> None:
     module = module_of("Bert")
     session = made(module, "fused-fp8@cuda", tmp_path)
-    for name, how in session._encoder._squeezes.items():
+    for name, how in session.lane.encoder._squeezes.items():
         how.factors.mul_(1e6)
         session._weights[f"{name}.step"].div_(1e6)
-    session._encoder.few_tokens = 0
+    session.lane.encoder.few_tokens = 0
     assert np.isfinite(session.run(batch_of(7, 3))["last_hidden_state"]).all()
 
 

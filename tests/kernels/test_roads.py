@@ -94,8 +94,8 @@ def test_every_road_multiplies_the_same(has_gelu: bool, rows: int, kind: str) ->
     given = roads.drawn(what, "cuda")
     expected = reference(*given[:4], kind if has_gelu else None, given[4])
     known = roads.known(what)
-    assert {road.split()[0] for road in known} >= {LIBRARY, TORCH, OWN}
-    wrong = {road: difference(roads.go(road, what, *given), expected) for road in known}
+    assert {road.split()[0] for road in known} == {LIBRARY, OWN}
+    wrong = {road: difference(roads.go(road, what, *given), expected) for road in (*known, TORCH)}
     # What is rounded to halves on the way lies, now and then, next to another number of eight bits.
     assert max(wrong.values()) <= (1e-2 if has_gelu else 5e-3), wrong
     assert roads.fastest(what, tuning.seconds) in known

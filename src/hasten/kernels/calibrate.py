@@ -14,7 +14,7 @@ import torch
 
 from hasten.core.tensors import Batch
 from hasten.kernels.encoder import Encoder, Geometry, Packed
-from hasten.kernels.packing import Bucket, pack, parts, places_of, unpack
+from hasten.kernels.packing import MOST_TOKENS, Bucket, pack, parts, places_of, unpack
 from hasten.kernels.squeeze import FP8, LARGEST, Squeeze, reference, squeeze_weight
 
 # How much larger than the largest value that was seen another may be in fp8. There it costs nothing: the distance of
@@ -125,7 +125,7 @@ class _Watching(Encoder):
 
 def _batches(geometry: Geometry, rows: Batch, device: Any) -> Iterator[Packed]:
     """Of exactly the tokens there are: what stands in the rest of a bucket is nobody's value."""
-    for part in map(rows.take, parts(rows.lengths)):
+    for part in map(rows.take, parts(rows.lengths, MOST_TOKENS)):
         bucket = Bucket(part.tokens, len(part))
         whole = np.zeros(sum(bucket.sizes), np.int32)
         pack(whole, part, bucket, geometry.first_place, places_of(part, geometry.first_place))

@@ -13,7 +13,7 @@ from hasten.core.tensors import Batch, IntArray
 from hasten.kernels.attention import tiles
 from hasten.kernels.encoder import TILE, Packed
 
-# Tokens that run at once, and of those the ones that are picked; more are run one part after the other.
+# Tokens that run at once, and of those the ones that are picked; more are run in parts.
 MOST_TOKENS = 16384
 MOST_PICKED = 256
 _SMALLEST = 16
@@ -45,13 +45,13 @@ def round_up(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def parts(lengths: IntArray, picked: IntArray | None = None) -> list[IntArray]:
-    """Rows in their order, as many at a time as may run at once; `picked` counts each one's picked tokens."""
+def parts(lengths: IntArray, most: int, picked: IntArray | None = None) -> list[IntArray]:
+    """Rows in their order, with at most so many tokens at a time; `picked` counts each one's picked tokens."""
     found: list[list[int]] = [[]]
     tokens = chosen = 0
     counts = [0] * len(lengths) if picked is None else picked.tolist()
     for row, (length, count) in enumerate(zip(lengths.tolist(), counts, strict=True)):
-        if found[-1] and (tokens + length > MOST_TOKENS or chosen + count > MOST_PICKED):
+        if found[-1] and (tokens + length > most or chosen + count > MOST_PICKED):
             found.append([])
             tokens = chosen = 0
         found[-1].append(row)

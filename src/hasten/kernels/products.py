@@ -19,6 +19,9 @@ from hasten.core.errors import StageError
 
 # What the library's documentation asks for on Hopper.
 _WORKSPACE = 32 * 2**20
+# Where products count, each in a place of its own as long as there are any (`counters.py`); as far apart as the library
+# wants a workspace to begin.
+_PLACES, _APART = 1024, 256
 _PROPOSALS = 64
 # Names of the library's header.
 _COMPUTE_FP32, _REAL_FP32 = 68, 0
@@ -65,7 +68,8 @@ class Products:
         self._library = _load()
         self._handle = c_void_p()
         self._call("cublasLtCreate", byref(self._handle))
-        self._workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
+        self._workspace = torch.empty(_PLACES * _APART + _WORKSPACE, dtype=torch.uint8, device=device)
+        self._turn = 0
         self._one = torch.ones(1, dtype=torch.float32, device=device)
         self._chosen: dict[Product, bytes] = {}
         self._plans: dict[Product, _Plan] = {}
@@ -101,6 +105,16 @@ class Products:
         out = torch.empty((what.rows, what.columns), dtype=dtype, device=x.device)
         self._launch(plan, algorithm or plan.algorithm, operands, out)
         return out
+
+    @property
+    def counters(self) -> range:
+        """Addresses of the places where products count."""
+        begin = self._workspace.data_ptr()
+        return range(begin, begin + _PLACES * _APART, _APART)
+
+    def rewind(self) -> None:
+        """Begin again with the places where products count."""
+        self._turn = 0
 
     def proposals(self, what: Product) -> list[bytes]:
         """All of the library's algorithms for a product, its favourite first."""
@@ -212,12 +226,15 @@ class Products:
         there = c_void_p(out.data_ptr())
         # Nothing is added; and what gives fp8 has nothing of the kind that could be.
         added = there if operands.factor is None else c_void_p()
+        # Downwards: what a product leaves behind its counters stands where those before it had theirs.
+        workspace = self.counters[_PLACES - 1 - self._turn % _PLACES]
+        self._turn += 1
         self._call(
             "cublasLtMatmul", self._handle, plan.about,
             byref(c_float(1.0)), c_void_p(operands.weight.data_ptr()), plan.weight,
             c_void_p(operands.x.data_ptr()), plan.x,
             byref(c_float(0.0)), added, plan.added, there, plan.out,
-            algorithm, c_void_p(self._workspace.data_ptr()), c_size_t(_WORKSPACE),
+            algorithm, c_void_p(workspace), c_size_t(_WORKSPACE),
             c_void_p(torch.cuda.current_stream().cuda_stream),
         )  # fmt: skip
 

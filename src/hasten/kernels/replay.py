@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from hasten.core.tensors import IntArray
+from hasten.kernels.counters import recorded
 from hasten.kernels.packing import Bucket
+from hasten.kernels.products import Products
 
 # Writes a batch into the array it is given, with `packing.pack`.
 Fill = Callable[[IntArray], None]
@@ -25,9 +27,11 @@ recording = threading.Lock()
 class Replay:
     """`compute` takes a bucket's array on the device to its results there. One thread's, on a stream of its own."""
 
-    def __init__(self, compute: Callable[[Any, Bucket], Any], device: str, *, stays: bool = False) -> None:
-        """Results come to the host, or stay on the device where `stays`."""
-        self._compute, self._device = compute, device
+    def __init__(
+        self, compute: Callable[[Any, Bucket], Any], device: str, products: Products | None, *, stays: bool = False
+    ) -> None:
+        """`products` are those it computes with. Results come to the host, or stay on the device where `stays`."""
+        self._compute, self._device, self._products = compute, device, products
         # What buckets share beside the stream, with the libraries' workspaces: their memory, and where results go.
         self.stream = torch.cuda.Stream(device) if device != "cpu" else None
         self._pool: Any = None
@@ -80,7 +84,7 @@ class Replay:
         graph = self._graphs.pop(bucket, None)
         if graph is None:
             with recording, garbage_kept():
-                graph = _Graph(self._compute, bucket, self.stream, self._pool, self._outbox)
+                graph = _Graph(self._compute, bucket, self.stream, self._products, self._pool, self._outbox)
             self._pool = graph.pool
         self._graphs[bucket] = graph
         if len(self._graphs) > MOST_GRAPHS:
@@ -122,7 +126,13 @@ class _Graph:
     """One bucket: a place for the batch on both sides, what is computed from it, and a place for what comes back."""
 
     def __init__(
-        self, compute: Callable[[Any, Bucket], Any], bucket: Bucket, stream: Any, pool: Any, outbox: _Outbox
+        self,
+        compute: Callable[[Any, Bucket], Any],
+        bucket: Bucket,
+        stream: Any,
+        products: Products | None,
+        pool: Any,
+        outbox: _Outbox,
     ) -> None:
         here = torch.zeros(sum(bucket.sizes), dtype=torch.int32, pin_memory=True)
         # What is recorded is for all calls, whatever this one's caller has casts set to.
@@ -133,11 +143,9 @@ class _Graph:
                 result = compute(there, bucket)
             stream.synchronize()
             back = outbox.like(result)
-            self._graph = torch.cuda.CUDAGraph()
             # cuBLAS's workspace must be the graph's own: others may give back the one there is (torch.compile does).
             torch._C._cuda_clearCublasWorkspaces()
-            # Other threads may go on meanwhile: what they do is not recorded.
-            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with recorded(stream, products, pool) as self._graph:
                 there.copy_(here, non_blocking=True)
                 back.copy_(compute(there, bucket), non_blocking=True)
             torch._C._cuda_clearCublasWorkspaces()

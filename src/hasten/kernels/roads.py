@@ -69,7 +69,8 @@ class Roads:
             found = [f"{LIBRARY} {algorithm.hex()}" for algorithm in self._products.proposals(self._asked(what))]
         except StageError:
             found = []
-        return [*found, TORCH, *own]
+        # PyTorch asks the same library, for its first proposal.
+        return [*(found or [TORCH]), *own]
 
     def fastest(self, what: Product, seconds: Callable[[Callable[[], Any]], float]) -> str:
         """The road that takes the fewest `seconds`, on values like those of a model."""

@@ -25,6 +25,7 @@ from hasten.core.cache import cache_directory
 from hasten.core.errors import StageError
 from hasten.core.tensors import Batch
 from hasten.core.version import __version__
+from hasten.kernels.counters import recorded
 from hasten.kernels.encoder import Encoder
 from hasten.kernels.packing import MOST_TOKENS, Bucket, pack, round_up, unpack
 from hasten.kernels.products import ALGORITHM_BYTES, Product, Products, library_version
@@ -81,15 +82,16 @@ def cached(encoder: Encoder, products: Products) -> Path:
 
 def tune(encoder: Encoder, products: Products, most_tokens: int = MOST_TOKENS) -> Tuning:
     """Some seconds of measuring."""
+    timed = partial(seconds, products=products)
     with torch.inference_mode():
         shapes = [shape for tokens in sizes(most_tokens) for shape in encoder.shapes(tokens)]
         found = {
-            shape: encoder.roads.fastest(shape, seconds) if shape.takes else products.fastest(shape, seconds).hex()
+            shape: encoder.roads.fastest(shape, timed) if shape.takes else products.fastest(shape, timed).hex()
             for shape in shapes
         }
         # Against which few are few.
         _choose(encoder, products, found)
-        few = _few_tokens(encoder)
+        few = _few_tokens(encoder, timed)
     return Tuning(circumstances(products), few, tuple(found.items()))
 
 
@@ -103,14 +105,14 @@ def sizes(most_tokens: int) -> list[int]:
     return list(dict.fromkeys(map(round_up, range(16, most_tokens + 1))))
 
 
-def seconds(launch: Callable[[], Any]) -> float:
-    """Of the device, for one of several in a row; infinite for what cannot run."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+def seconds(launch: Callable[[], Any], products: Products | None = None) -> float:
+    """Of the device, for one of several in a row, some of it by `products`; infinite for what cannot run."""
+    stream = torch.cuda.Stream()
     try:
         with torch.cuda.stream(stream):
             launch()
         stream.synchronize()
-        with recording, garbage_kept(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with recording, garbage_kept(), recorded(stream, products) as graph:
             for _ in range(_LAUNCHES):
                 launch()
     except (StageError, RuntimeError, OutOfResources):
@@ -131,7 +133,7 @@ def _timed(graph: Any, stream: Any) -> Iterator[float]:
         yield begin.elapsed_time(end) / 1e3 / _LAUNCHES
 
 
-def _few_tokens(encoder: Encoder) -> int:
+def _few_tokens(encoder: Encoder, timed: Callable[[Callable[[], Any]], float]) -> int:
     """The largest size up to which, one after the other, the kernels for few tokens win."""
     best = 0
     for tokens in sizes(encoder.most_few):
@@ -141,7 +143,7 @@ def _few_tokens(encoder: Encoder) -> int:
         pack(packed, lone, bucket, encoder.geometry.first_place)
         batch = unpack(torch.from_numpy(packed).cuda(), bucket)
         few, many = partial(encoder.few, batch), partial(encoder.many, batch)
-        if seconds(few) > seconds(many):
+        if timed(few) > timed(many):
             break
         best = tokens
     return best

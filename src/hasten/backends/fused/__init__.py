@@ -107,7 +107,7 @@ class Fused:
     def tune(self, artifact: Artifact) -> None:
         """Measure what its build has measured, on its own GPU and with its libraries, for those that are here."""
         with self.open(artifact, RunOptions()) as session:
-            if not session.is_tuned:
+            if not session.lane.is_tuned:
                 session.tune()
 
     def open(self, artifact: Artifact, options: RunOptions) -> FusedSession:

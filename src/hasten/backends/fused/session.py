@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +21,10 @@ from hasten.core.tensors import MASKS, Batch, FloatArray, Layout, Outputs, Sessi
 from hasten.core.variant import Precision
 
 if TYPE_CHECKING:
-    from hasten.kernels.encoder import Geometry, Packed
+    from hasten.kernels.encoder import Encoder, Geometry, Packed
     from hasten.kernels.packing import Bucket
-    from hasten.kernels.replay import Fill
+    from hasten.kernels.products import Products
+    from hasten.kernels.replay import Fill, Replay
 
 CUDA = "cuda"
 ABOUT = "fused.json"
@@ -57,6 +60,21 @@ def read_about(artifact: Artifact) -> About:
         raise StageError(f"{artifact.variant} cannot be loaded: {ABOUT}: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What a batch needs for itself on its way over the device; weights are everybody's."""
+
+    encoder: Encoder
+    products: Products | None
+    replay: Replay
+    is_tuned: bool
+
+    def close(self) -> None:
+        self.replay.clear()
+        if self.products is not None:
+            self.products.close()
+
+
 class FusedSession(OpenSession):
     """One thread's. On the CPU, through Triton's interpreter, it is for tests.
 
@@ -73,30 +91,10 @@ class FusedSession(OpenSession):
         is_dependent: bool,
         prunes: bool = True,
     ) -> None:
-        import torch
-
-        from hasten.kernels.dependent import shared_bytes
-        from hasten.kernels.encoder import Encoder
-        from hasten.kernels.products import Products
-        from hasten.kernels.replay import Replay
-        from hasten.kernels.tuning import find
-
         self._about, self._weights, self.prunes = about, weights, prunes
-        is_gpu = device == CUDA
-        self._products = Products(weights["words"].dtype, sums_fast=about.sums_fast) if is_gpu else None
-        self._encoder = Encoder(
-            about.geometry,
-            weights,
-            is_dependent=is_dependent,
-            products=self._products,
-            shared_bytes=shared_bytes(torch.cuda.current_device()) if is_gpu else None,
-        )
-        if self._products is not None:
-            tuning = find(self._encoder, self._products, artifact.directory)
-            if tuning is not None:
-                tuning.apply(self._encoder, self._products)
-            self.is_tuned = tuning is not None
-        self.replay = Replay(self._compute, device)
+        self._device, self._is_dependent, self._directory = device, is_dependent, artifact.directory
+        self.lane = self._lane()
+        self._other: Lane | None = None
         self.spec = SessionSpec(artifact.signature, Layout.PACKED, artifact.variant.device, _precision(weights).value)
         self._is_closed = False
         self._is_of_masks = MASKS in artifact.signature.outputs[0].shape
@@ -112,18 +110,19 @@ class FusedSession(OpenSession):
         is_few = tokens <= MOST_TOKENS and (masks is None or int(masks.sum()) <= MOST_PICKED)
         with translated(f"a batch of {len(batch)} failed"):
             if is_few or len(batch) == 1:
-                return self._outputs(self.replay(*self._packing(batch, tokens)), batch)
-            rows = parts(batch.lengths, masks)
+                return self._outputs(self.lane.replay(*self._packing(batch, tokens)), batch)
+            rows = parts(batch.lengths, MOST_TOKENS, masks)
             return gather(list(zip(rows, self._in_turn(map(batch.take, rows)), strict=True)), batch, signature)
 
     def tune(self, folder: Path | None = None) -> None:
         """For all sizes of batches; kept there, or in the cache."""
         from hasten.kernels.tuning import FILE, cached, tune
 
-        assert self._products is not None
-        file = cached(self._encoder, self._products) if folder is None else folder / FILE
+        encoder, products = self.lane.encoder, self.lane.products
+        assert products is not None
+        file = cached(encoder, products) if folder is None else folder / FILE
         with translated("its products cannot be timed"):
-            tune(self._encoder, self._products).write(file)
+            tune(encoder, products).write(file)
 
     @property
     def most_tokens(self) -> int:
@@ -147,32 +146,62 @@ class FusedSession(OpenSession):
         if self._is_closed:
             return
         self._is_closed = True
-        self.replay.clear()
-        if self._products is not None:
-            self._products.close()
+        for lane in self._lanes:
+            lane.close()
         self._weights = {}
-        del self.replay, self._encoder, self._products
+        self._other = None
+        del self.lane
+
+    @property
+    def _lanes(self) -> list[Lane]:
+        return [self.lane] if self._other is None else [self.lane, self._other]
 
     def _in_turn(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
-        """While the device is at one, the host packs the next."""
-        batch = next(batches, None)
-        ready = self._packed(batch)
-        while batch is not None and ready is not None:
-            self.replay.start(*ready)
-            following = next(batches, None)
-            ready = self._packed(following)
-            yield self._outputs(self.replay.finish(), batch)
-            batch = following
+        """Two at a time: where one leaves the device idle the other is computed, and the host reads and packs."""
+        self._other = self._other or self._lane()
+        lanes = self._lanes
+        started: deque[tuple[Lane, Batch]] = deque()
 
-    def _packed(self, batch: Batch | None) -> tuple[Bucket, Fill] | None:
-        """Beside the place that the device takes batches from, which may be in use."""
-        if batch is None:
-            return None
-        bucket, fill = self._packing(batch, batch.tokens)
-        # Zeros: `pack` leaves what stands behind the last token, and kernels look its words up.
-        whole = np.zeros(sum(bucket.sizes), np.int32)
-        fill(whole)
-        return bucket, partial(np.copyto, src=whole)
+        def finished() -> Outputs:
+            lane, batch = started.popleft()
+            return self._outputs(lane.replay.finish(), batch)
+
+        try:
+            for batch, lane in zip(batches, cycle(lanes), strict=False):
+                if len(started) == len(lanes):
+                    yield finished()
+                lane.replay.start(*self._packing(batch, batch.tokens))
+                started.append((lane, batch))
+            while started:
+                yield finished()
+        finally:
+            # After an error: nobody may be at work where the next batch is packed.
+            for lane, _ in started:
+                lane.replay.finish()
+
+    def _lane(self) -> Lane:
+        import torch
+
+        from hasten.kernels.dependent import shared_bytes
+        from hasten.kernels.encoder import Encoder
+        from hasten.kernels.products import Products
+        from hasten.kernels.replay import Replay
+        from hasten.kernels.tuning import find
+
+        weights, is_gpu = self._weights, self._device == CUDA
+        products = Products(weights["words"].dtype, sums_fast=self._about.sums_fast) if is_gpu else None
+        encoder = Encoder(
+            self._about.geometry,
+            weights,
+            is_dependent=self._is_dependent,
+            products=products,
+            shared_bytes=shared_bytes(torch.cuda.current_device()) if is_gpu else None,
+        )
+        tuning = find(encoder, products, self._directory) if products is not None else None
+        if products is not None and tuning is not None:
+            tuning.apply(encoder, products)
+        replay = Replay(partial(self._compute, encoder), self._device, products)
+        return Lane(encoder, products, replay, is_tuned=tuning is not None)
 
     def _packing(self, batch: Batch, tokens: int) -> tuple[Bucket, Fill]:
         from hasten.kernels.packing import Bucket, pack, places_of
@@ -193,7 +222,7 @@ class FusedSession(OpenSession):
             return {signature.outputs[0].name: found.copy()}
         return {spec.name: found[:, place].copy() for place, spec in enumerate(signature.outputs)}
 
-    def _compute(self, whole: Any, bucket: Bucket) -> Any:
+    def _compute(self, encoder: Encoder, whole: Any, bucket: Bucket) -> Any:
         """From the packed batch to what the task reads: scores or vectors, of rows, of tokens or of masks."""
         import torch
 
@@ -202,10 +231,10 @@ class FusedSession(OpenSession):
 
         batch = unpack(whole, bucket)
         rows = self._rows(whole, bucket, batch)
-        if rows is not None and self.prunes and bucket.tokens > self._encoder.few_tokens:
-            hidden, rows = self._encoder.many(batch, rows), None
+        if rows is not None and self.prunes and bucket.tokens > encoder.few_tokens:
+            hidden, rows = encoder.many(batch, rows), None
         else:
-            hidden = self._encoder(batch)
+            hidden = encoder(batch)
             if rows is None and self._about.pooling:
                 hidden = self._pooled(hidden, batch.starts)
         answers = through(hidden, rows, self._about.head, self._weights, self._about.geometry.eps).float()

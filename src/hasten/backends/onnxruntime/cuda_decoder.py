@@ -21,7 +21,6 @@ from hasten.core.variant import CUDA
 
 # Tokens of the prompt that shows what runs where, and the bytes of eight numbers: what is copied of no more is a size.
 _SHOWN, _SIZE_BYTES = 16, 64
-# The input that ONNX Runtime names where it refuses it.
 # Said by versions of ONNX Runtime whose operator takes none on CUDA; 1.31.1's does.
 _NO_BIAS = "attention_bias is not supported"
 
