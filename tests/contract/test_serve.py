@@ -115,6 +115,9 @@ def test_openai_and_text_embeddings_inference(server: Server, embedder: Bundle) 
     np.testing.assert_allclose(vector, expected[0][:4] / np.linalg.norm(expected[0][:4]), atol=1e-6)
     np.testing.assert_allclose(server.json("POST", "/embed", {"inputs": [TEXT, "another"]}), expected, atol=1e-6)
     assert {entry["id"] for entry in server.json("GET", "/v1/models")["data"]} == {"classifier", "embedder"}
+    assert server.json("GET", "/v1/models/embedder")["id"] == "embedder"
+    status, _, content = server.ask("GET", "/v1/models/nobody")
+    assert (status, json.loads(content)["error"]["code"]) == (404, "model_not_found")
 
 
 def test_what_it_says_about_itself(server: Server) -> None:

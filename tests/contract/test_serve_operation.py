@@ -398,3 +398,13 @@ def test_models_are_unloaded_and_loaded(classifier_bundle: Bundle, other_bundle:
         assert server.ask("/models/other", BODY, port=port)[0] == 200
         assert metrics(server, port)["hasten_requests_total", ("other", "200")] == before + 1
         assert server.ask("/v2/repository/models/nobody/load", b"", port=port)[0] == 404
+
+
+def test_a_damaged_bundle_is_not_loaded_and_what_is_served_stays(classifier_bundle: Bundle, tmp_path: Path) -> None:
+    shutil.copytree(classifier_bundle.path, tmp_path / "model")
+    with Running(tmp_path, str(tmp_path / "model"), *QUIET) as server:
+        port = server.ready().port
+        (tmp_path / "model" / "tokenizer" / "tokenizer.json").write_text("{}")
+        status, content = server.ask("/v2/repository/models/model/load", b"", port=port)
+        assert (status, "does not match its hash" in content) == (400, True)
+        assert predict(server, port=port) == 200

@@ -175,12 +175,11 @@ def test_where_a_request_goes(site: Site, url: str, path: str) -> None:
         assert f"OPTIONS {path} 0".encode() in all_of(raw)
 
 
-def test_older_clients_and_those_that_would_upgrade_get_an_answer_and_an_end(site: Site) -> None:
+def test_older_clients_and_those_that_close_get_an_answer_and_an_end(site: Site) -> None:
     for sent in (
         get("/", version="1.0"),
         get("/", "connection: keep-alive", version="1.0"),
-        get("/", "connection: upgrade, http2-settings", "upgrade: h2c", "http2-settings: AAMAAABk"),
-        post("/", b"abc", "connection: upgrade", "upgrade: websocket") + b"\x81\x01a",
+        get("/", "connection: upgrade", "upgrade: h2c", version="1.0"),
         get("/", "connection: close") + get("/never"),
     ):
         with site.connect() as raw:
@@ -188,6 +187,51 @@ def test_older_clients_and_those_that_would_upgrade_get_an_answer_and_an_end(sit
             received = all_of(raw)
         assert (statuses(received), b"connection: close" in received) == ([200], True), sent
     assert "/never" not in [exchange.path for exchange in site.asked]
+
+
+def test_who_would_upgrade_is_answered_as_one_that_would_not(site: Site) -> None:
+    """As `curl --http2` and Java's client ask, bodies and all; the connection stays."""
+    upgrade = ("connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "http2-settings: AAMAAABk")
+    chunked = "POST /chunked HTTP/1.1\r\n" + "\r\n".join(upgrade) + "\r\ntransfer-encoding: chunked\r\n\r\n"
+    sent = get("/first", *upgrade) + post("/second", b"abc", *upgrade) + post("/third", b"abcd", *upgrade)
+    sent += chunked.encode() + b"5\r\nabcde\r\n0\r\n\r\n" + post("/last", b"abcdef", "connection: close")
+    for size in (1, 7, len(sent)):
+        with site.connect() as raw:
+            for begin in range(0, len(sent), size):
+                raw.sendall(sent[begin : begin + size])
+            received = all_of(raw)
+        assert statuses(received) == [200] * 5
+        for told in (b"GET /first 0", b"POST /second 3", b"POST /third 4", b"POST /chunked 5", b"POST /last 6"):
+            assert told in received
+
+
+def test_who_would_upgrade_is_refused_like_others(sites: Callable[..., Site]) -> None:
+    site = sites(body_bytes=4)
+    with site.connect() as raw:
+        raw.sendall(post("/", b"abcde", "connection: upgrade", "upgrade: h2c"))
+        assert statuses(all_of(raw)) == [413]
+
+
+def test_a_body_in_a_form_that_is_not_read(site: Site) -> None:
+    with site.connect() as raw:
+        raw.sendall(b"POST / HTTP/1.1\r\ntransfer-encoding: gzip, chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n")
+        received = all_of(raw)
+    assert (statuses(received), b"in no other transfer-encoding" in received) == ([400], True)
+    assert site.asked == []
+
+
+def test_a_length_with_thousands_of_digits(site: Site) -> None:
+    with site.connect() as raw:
+        raw.sendall(b"POST / HTTP/1.1\r\nconnection: close\r\ncontent-length: " + b"0" * 5000 + b"3\r\n\r\nabc")
+        assert b"POST / 3" in all_of(raw)
+
+
+def test_what_follows_the_last_request_is_nobodys(site: Site) -> None:
+    with site.connect() as raw:
+        raw.sendall(get("/", "connection: close") + get("/never"))
+        assert statuses(all_of(raw)) == [200]
+    until(lambda: not site.connections.open)
+    assert site.seen == []
 
 
 def test_who_connects_and_sends_on_reads_its_answer(site: Site) -> None:
@@ -205,6 +249,26 @@ def test_expecting_to_go_on(site: Site) -> None:
         raw.sendall(b"POST / HTTP/1.1\r\ncontent-length: 3\r\nexpect: 100-continue\r\nconnection: close\r\n\r\n")
         assert raw.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
         raw.sendall(b"abc")
+        assert statuses(all_of(raw)) == [200]
+
+
+def test_expecting_to_go_on_while_another_is_answered(site: Site) -> None:
+    expecting = b"POST / HTTP/1.1\r\ncontent-length: 3\r\nexpect: 100-continue\r\nconnection: close\r\n\r\n"
+    with site.connect() as raw:
+        raw.sendall(get("/held") + expecting)
+        until(lambda: len(site.asked) == 1)
+        site.asked[0].reply(Response.text("the answer"))
+        received = b""
+        while not received.endswith(b"HTTP/1.1 100 Continue\r\n\r\n"):
+            received += raw.recv(100)
+        assert statuses(received) == [200, 100]
+        raw.sendall(b"abc")
+        assert statuses(all_of(raw)) == [200]
+
+
+def test_older_clients_are_not_told_to_go_on(site: Site) -> None:
+    with site.connect() as raw:
+        raw.sendall(b"POST / HTTP/1.0\r\ncontent-length: 3\r\nexpect: 100-continue\r\n\r\nabc")
         assert statuses(all_of(raw)) == [200]
 
 

@@ -86,6 +86,7 @@ def test_bundles_from_the_environment() -> None:
     [
         (["--port", "70000"], {}, "", "--port: there is no port 70000"),
         (["--max-queue", "0"], {}, "", "--max-queue: it must be at least 1"),
+        (["--max-body", "0"], {}, "", "--max-body: it must be at least 1"),
         (["--drain", "soon"], {}, "", "--drain: 'soon' is not a duration"),
         (["--replicas", "some"], {}, "", r"--replicas: 'some' is not a whole number \(write 2, 1-8 or auto\)"),
         (["--replicas", "0-2"], {}, "", "--replicas: it must be at least 1"),
@@ -125,6 +126,13 @@ def test_there_is_no_port_after_the_last() -> None:
         Settings.read(parsed("--port", "65535"), {})
     for words in (["--grpc-port", "1"], ["--no-grpc"]):
         assert Settings.read(parsed("--port", "65535", *words), {}).port == 65535
+
+
+def test_two_protocols_do_not_share_a_port() -> None:
+    with pytest.raises(PlanError, match=r"HTTP and gRPC cannot share port 9000 \(--grpc-port takes another\)"):
+        Settings.read(parsed("--port", "9000", "--grpc-port", "9000"), {})
+    for words in (["--port", "0", "--grpc-port", "0"], ["--port", "9000", "--grpc-port", "9000", "--no-grpc"]):
+        Settings.read(parsed(*words), {})
 
 
 def test_variables_that_nothing_reads_are_told() -> None:

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from hasten.core.errors import TooLargeError
 from hasten.server.app import App
 from hasten.server.connections import HttpLimits
-from hasten.server.exchange import MOST_UNASKED, REQUEST_ID, Exchange, Response, Streamed, declared_bytes
+from hasten.server.exchange import REQUEST_ID, Exchange, Response, Streamed, has_large_body
 from hasten.server.run import http_limits, keep_time, load_models, make_app
 from hasten.server.settings import Settings
 from hasten.server.stream import Stream
@@ -116,7 +116,7 @@ class Asgi:
         """Whether its body, which is read here, is too large, or not even looked at."""
         behind, limit = self._behind, self._limits.body_bytes
         exchange.watch = behind.watch if behind else None
-        if behind and declared_bytes(exchange.headers) > MOST_UNASKED:
+        if behind and has_large_body(exchange.headers):
             refusal = behind.refusal(exchange.method, exchange.path, exchange.headers)
             if refusal is not None:
                 exchange.reply(refusal)

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hasten.core.errors import InputError, OverloadedError, TooLargeError
-from hasten.server.exchange import MOST_UNASKED, REQUEST_ID, Exchange, Response, Streamed, declared_bytes, failure
+from hasten.server.exchange import REQUEST_ID, Exchange, Response, Streamed, declared_bytes, failure, has_large_body
+from hasten.server.incoming import Incoming, Reader
 from hasten.server.outlet import Outlet
 from hasten.server.stream import Stream
+from hasten.server.timer import Timer
 from hasten.server.watch import Seen, request_id
 from hasten.server.wire import CHUNKED, CONTINUE, LAST_CHUNK, chunk, target, to_bytes
 
@@ -27,12 +27,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hasten")
 
-_MOST_HEADER_BYTES = 2**16
-_MOST_HEADERS = 200
 # What a client may send ahead of its answers before it is not read from any more, not even to see whether it leaves.
 _MOST_AHEAD = 64
 _MOST_AHEAD_BYTES = 2**20
-# For who is refused, or would upgrade, to take its answer and close.
+# For who is refused, or would have a tunnel, to take its answer and close.
 _LINGER_S = 2.0
 # How often to find out whether a client that sends no more is still there.
 _PROBE_S = 0.25
@@ -40,15 +38,12 @@ _PROBE_S = 0.25
 
 class Connection(asyncio.Protocol):
     def __init__(self, owner: Connections) -> None:
-        import httptools
-
-        self._httptools = httptools
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpRequestParser(self)
+        self._reader = Reader(self)
         self._transport: Any = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
+        # For the client to send, and for it to take what it was sent.
+        self._timer, self._write_timer = Timer(self._loop), Timer(self._loop)
         # Answered in the order they came, one at a time, each with whether others may follow, and whether it is of a
         # client that knows no chunks; a refusal is the last.
         self._waiting: deque[tuple[Exchange, bool, bool]] = deque()
@@ -60,13 +55,11 @@ class Connection(asyncio.Protocol):
         self._is_kept = True
         self._refusal: Response | None = None
         self._refused = ""
-        # Nothing more is taken from it; it has sent all it will; a request has begun and not ended.
-        self._is_deaf = self._has_ended = self._is_within = False
+        # Nothing more is taken from it; it has sent all it will; the last that is answered has come; a request has
+        # begun and not ended.
+        self._is_deaf = self._has_ended = self._has_last = self._is_within = False
         # The client does not read what it is sent; it is not read from.
         self._is_stuck = self._is_paused = False
-        self._body = bytearray()
-        self._size = self._header_bytes = 0
-        self._reset()
 
     # asyncio
 
@@ -79,14 +72,13 @@ class Connection(asyncio.Protocol):
         elif len(owner.open) > owner.limits.connections or owner.is_draining:
             self._refuse(Response.json({"error": "too many connections"}, 503))
         else:
-            self._wait(owner.limits.idle_s, self._leave)
+            self._timer.start(owner.limits.idle_s, self._leave)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._owner.open.discard(self)
         self._outlet.close()
-        self._stop_waiting()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
+        self._timer.stop()
+        self._write_timer.stop()
         if self._stream is not None:
             self._stream.cut()
             self._stream = None
@@ -105,24 +97,20 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_deaf:
             return
-        httptools = self._httptools
-        self._unseen += len(data)
+        reader, httptools = self._reader, self._reader.httptools
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # Read as the plain request that it also is, and the last: what follows may be another protocol.
-            self._is_deaf = True
+            is_ours = reader.feed(data)
         except httptools.HttpParserCallbackError:
             logger.exception("a request could not be taken")
             self._refuse(Response.json({"error": "the server failed on this request; its log says why"}, 500))
-        except httptools.HttpParserError:
-            self._refuse(failure(InputError("this is not HTTP")))
+        except httptools.HttpParserError as error:
+            self._refuse(failure(InputError(f"this is not HTTP/1.1: {error}")))
         else:
-            # The parser keeps a header to itself until it is whole.
-            if self._unseen > _MOST_HEADER_BYTES:
-                self._refuse_headers()
-            elif self._is_within and self._timer is None:
-                self._wait(self._owner.limits.read_s, self._give_up)
+            self._is_deaf = self._is_deaf or not is_ours
+            if reader.incoming.has_large_headers:
+                self.headers_too_large()
+            elif self._is_within and not self._timer.is_set:
+                self._timer.start(self._owner.limits.read_s, self._give_up)
 
     def eof_received(self) -> bool:
         """A client that has sent all it will may still wait for its answers, except where TLS cannot tell that."""
@@ -132,7 +120,7 @@ class Connection(asyncio.Protocol):
         if not is_awaited or self._transport.get_extra_info("ssl_object") is not None:
             self._leave()
             return False
-        self._wait(_PROBE_S, self._probe)
+        self._timer.start(_PROBE_S, self._probe)
         return True
 
     def pause_writing(self) -> None:
@@ -147,82 +135,71 @@ class Connection(asyncio.Protocol):
             self._next()
         self._send_parts()
 
-    # httptools
+    # What comes in
 
-    def on_message_begin(self) -> None:
+    def request_began(self) -> None:
         if not self._is_deaf:
             self._reset()
             self._is_within = True
-            self._stop_waiting()
+            self._timer.stop()
 
-    def on_url(self, url: bytes) -> None:
-        self._url += url
-        self._unseen = 0
-        self._header_bytes += len(url)
-        if self._header_bytes > _MOST_HEADER_BYTES:
-            self._refuse_headers()
+    def headers_too_large(self) -> None:
+        self._refuse(Response.json({"error": "the headers are too large"}, 431))
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._is_headed:
-            self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-        self._unseen = 0
-        self._header_bytes += len(name) + len(value)
-        self._header_count += 1
-        if self._header_bytes > _MOST_HEADER_BYTES or self._header_count > _MOST_HEADERS:
-            self._refuse_headers()
-
-    def on_headers_complete(self) -> None:
-        # Headers behind a body, which chunks may have, are read and mean nothing.
-        self._is_headed = True
-        size = declared_bytes(self._headers)
-        if self._owner.limits.body_bytes < size < math.inf:
+    def headers_came(self) -> None:
+        reader, headers = self._reader, self._reader.incoming.headers
+        if declared_bytes(headers) > self._owner.limits.body_bytes:
             self._too_large()
-        elif size > MOST_UNASKED and (refusal := self._unwanted()):
-            # It is not read before it is known that it will be answered.
+        elif headers.get("transfer-encoding", "chunked").lower() != "chunked":
+            self._refuse(failure(InputError("a body comes in chunks, and in no other transfer-encoding")))
+        elif has_large_body(headers) and (refusal := self._owner.refusal(reader.method, reader.path, headers)):
             self._refuse(refusal)
-        elif "expect" in self._headers and not self._is_deaf and self._headers["expect"].lower() == "100-continue":
-            self._outlet.write(CONTINUE)
+        elif "expect" in headers and not self._is_deaf and not reader.is_old:
+            reader.incoming.expects = headers["expect"].lower() == "100-continue"
+            if self._current is None and not self._waiting:
+                self._call_for_body()
 
-    def on_chunk_header(self) -> None:
-        self._unseen = 0
-
-    def on_body(self, data: bytes) -> None:
-        self._unseen = 0
+    def body_came(self, data: bytes) -> None:
         if self._is_deaf:
             return
-        self._size += len(data)
+        body = self._reader.incoming.body
+        body += data
         self._owner.held_bytes += len(data)
-        self._body += data
-        if self._size > self._owner.limits.body_bytes:
+        if len(body) > self._owner.limits.body_bytes:
             self._too_large()
         elif self._owner.held_bytes > self._owner.limits.held_bytes:
             self._refuse(failure(OverloadedError("too much is being sent at once", retry_after_s=1.0)))
 
-    def on_message_complete(self) -> None:
+    def request_came(self) -> None:
         if self._is_deaf:
             return
-        self._stop_waiting()
+        self._timer.stop()
         self._is_within = False
-        path, query = target(self._url)
-        body = bytes(self._body)
-        # From here on the exchange holds it.
-        self._body, self._size = bytearray(), 0
-        method, limit = self._parser.get_method().decode(), self._owner.limits.body_bytes
-        exchange = Exchange(method, path, query, self._headers, body, self._answered, limit)
+        reader, limit = self._reader, self._owner.limits.body_bytes
+        incoming, reader.incoming = reader.incoming, Incoming()
+        path, query = target(incoming.url)
+        body = bytes(incoming.body)
+        exchange = Exchange(reader.method, path, query, incoming.headers, body, self._answered, limit)
         # Of older clients none is told how to know that the connection stays.
-        is_old = self._parser.get_http_version() == "1.0"
-        is_kept = not is_old and self._parser.should_keep_alive()
-        # What follows an upgrade may be another protocol.
-        is_kept = is_kept and not self._parser.should_upgrade()
+        is_old = reader.is_old
+        is_kept = not is_old and reader.is_kept
+        self._has_last = not is_kept
         self._waiting.append((exchange, is_kept, is_old))
         self._ahead_bytes += len(body)
         # Not sooner: the answer before this one would be the last, and close.
-        if self._owner.answered:
-            self._owner.settle()
+        self._owner.settle()
         if self._current is None and not self._transport.is_closing():
             self._next()
-        if self._waiting:
-            self._regulate()
+        self._regulate()
+
+    def _call_for_body(self) -> None:
+        if self._reader.incoming.expects:
+            self._reader.incoming.expects = False
+            self._outlet.write(CONTINUE)
+
+    def _too_large(self) -> None:
+        limit = self._owner.limits.body_bytes
+        self._refuse(failure(TooLargeError(f"the body is larger than {limit} bytes")))
 
     # The way back
 
@@ -240,13 +217,14 @@ class Connection(asyncio.Protocol):
         if self._waiting:
             self._current, self._is_kept, self._is_old = self._waiting.popleft()
             self._ahead_bytes -= len(self._current.body)
-            if self._is_paused:
-                self._regulate()
+            self._regulate()
             self._owner.app(self._current)
         elif self._refusal is not None:
             self._say_why()
-        elif not self._is_within:
-            self._wait(self._owner.limits.idle_s, self._leave)
+        elif self._is_within:
+            self._call_for_body()
+        elif not self._is_deaf:
+            self._timer.start(self._owner.limits.idle_s, self._leave)
 
     def _answered(self, response: Response) -> None:
         """From any thread, which sends it where others may follow; the loop does the rest."""
@@ -257,10 +235,8 @@ class Connection(asyncio.Protocol):
             self._outlet.send(_written(response, exchange), announce)
         else:
             announce()
-        try:
+        with suppress(RuntimeError):  # the loop is closed, and with it the connection
             self._loop.call_soon_threadsafe(owner.settle)
-        except RuntimeError:
-            logger.debug("the loop is closed, and with it the connection")
 
     def settle(self, response: Response) -> None:
         """Write what was not sent, count it, and go on to the next."""
@@ -339,15 +315,16 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, response: Response) -> None:
         """Answer what cannot be read to its end, after all that came before it, and close."""
-        if self._is_deaf:
+        if self._is_deaf or self._has_last or self._transport.is_closing():
             return
-        if not self._is_within:  # what is there is of the request before
+        if not self._is_within:  # nothing of a request: its time begins now
             self._reset()
-        what = f"{self._parser.get_method().decode()} {target(self._url)[0]}" if self._url else "HTTP"
-        self._refused = request_id(self._headers.get(REQUEST_ID, ""))
-        self._owner.watch(Seen(self._refused, what, "", response.status, time.monotonic() - self._begin, None))
+        incoming = self._reader.incoming
+        what = f"{self._reader.method} {self._reader.path}" if incoming.url else "HTTP"
+        self._refused = request_id(incoming.headers.get(REQUEST_ID, ""))
+        self._owner.watch(Seen(self._refused, what, "", response.status, time.monotonic() - incoming.begin, None))
         self._is_deaf, self._is_within = True, False
-        self._stop_waiting()
+        self._timer.stop()
         self._reset()
         self._refusal = response
         if self._current is None and not self._waiting:
@@ -363,29 +340,13 @@ class Connection(asyncio.Protocol):
         """Who still sends would be reset, were it closed now, before it has read its answer."""
         if self._transport.can_write_eof():
             self._transport.write_eof()
-        self._wait(_LINGER_S, self._leave)
-
-    def _unwanted(self) -> Response | None:
-        path, _ = target(self._url)
-        return self._owner.refusal(self._parser.get_method().decode(), path, self._headers)
-
-    def _too_large(self) -> None:
-        limit = self._owner.limits.body_bytes
-        self._refuse(failure(TooLargeError(f"the body is larger than {limit} bytes")))
-
-    def _refuse_headers(self) -> None:
-        self._refuse(Response.json({"error": "the headers are too large"}, 431))
+        self._timer.start(_LINGER_S, self._leave)
 
     # Time and size
 
     def _reset(self) -> None:
-        self._owner.held_bytes -= self._size
-        self._begin = time.monotonic()
-        self._url = b""
-        self._headers: dict[str, str] = {}
-        self._body = bytearray()
-        self._size = self._header_bytes = self._header_count = self._unseen = 0
-        self._is_headed = False
+        self._owner.held_bytes -= len(self._reader.incoming.body)
+        self._reader.incoming = Incoming()
 
     def _regulate(self) -> None:
         """Read not too far ahead, and nothing from a client that does not read."""
@@ -402,42 +363,31 @@ class Connection(asyncio.Protocol):
         """A request does not come to its end; while another is being answered, nobody looks for it."""
         read_s = self._owner.limits.read_s
         if self._current is not None or self._waiting:
-            self._wait(read_s, self._give_up)
+            self._timer.start(read_s, self._give_up)
         else:
             self._refuse(Response.json({"error": f"the request did not come to its end in {read_s:g} s"}, 408))
 
     def _probe(self) -> None:
         """An interim response means nothing to a client that waits, and tells of one that is gone: it breaks."""
         # Who is sent an answer in parts is found to be gone by them.
-        if not self._is_stuck and self._stream is None and self._parser.get_http_version() != "1.0":
+        if not self._is_stuck and self._stream is None and not self._reader.is_old:
             self._outlet.write(CONTINUE)
-        self._wait(_PROBE_S, self._probe)
+        self._timer.start(_PROBE_S, self._probe)
 
     def _leave(self) -> None:
-        self._stop_waiting()
+        self._timer.stop()
         self._transport.close()
         self._watch_reader()
 
     def _watch_reader(self) -> None:
         """Cut off whoever takes nothing of what it was sent."""
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-        self._write_timer = self._loop.call_later(self._owner.limits.read_s, self._check_reader, self._outlet.unread())
+        self._write_timer.start(self._owner.limits.read_s, partial(self._check_reader, self._outlet.unread()))
 
     def _check_reader(self, before: int) -> None:
         if self._outlet.unread() < before:
             self._watch_reader()
         elif self._is_stuck or self._transport.is_closing():
             self._transport.abort()
-
-    def _wait(self, seconds: float, then: Callable[[], None]) -> None:
-        self._stop_waiting()
-        self._timer = self._loop.call_later(seconds, then)
-
-    def _stop_waiting(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 def _written(response: Response, exchange: Exchange, *, is_keeping: bool = True) -> bytes:

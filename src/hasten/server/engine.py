@@ -229,15 +229,11 @@ class Engine:
     def _run(self, worker: Worker, job: Job) -> None:
         worker.busy_since = time.monotonic()
         tokens = job.tokens
-        turns, seat = self._seat.turns, self._seat
-        turns.enter(seat, tokens)
         try:
-            begin = time.monotonic()
-            try:
+            with self._seat.turn(tokens):
+                begin = time.monotonic()
                 outputs = worker.session.run(job.batch)
-            finally:
-                turns.leave(seat)
-            seconds = time.monotonic() - begin
+                seconds = time.monotonic() - begin
             parts = self._apart(job, outputs)
         except BaseException as error:
             worker.busy_since = None

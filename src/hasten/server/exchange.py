@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, TypeVar
@@ -30,7 +29,7 @@ Body = TypeVar("Body")
 JSON, TEXT, BINARY = "application/json", "text/plain", "application/octet-stream"
 REQUEST_ID = "x-request-id"
 # Of a body: whoever has no key may send as much as headers may have.
-MOST_UNASKED = 2**16
+_MOST_UNASKED = 2**16
 # What logs and metrics call a client that left before it was answered.
 _GONE = 499
 
@@ -160,22 +159,37 @@ class Exchange(msgspec.Struct, eq=False):
         return Seen(self.id, what, self.model, response.status, seconds, self.measured, trace)
 
 
-def declared_bytes(headers: Mapping[str, str]) -> float:
-    """Of a body; without end where it does not say how large it is."""
-    if "transfer-encoding" in headers:
-        return math.inf
-    declared = headers.get("content-length", "0")
-    return int(declared) if declared.isdecimal() else 0
+def declared_bytes(headers: Mapping[str, str]) -> int:
+    """How long its body says it is. Python refuses numbers of thousands of digits; the first 20 are enough."""
+    digits = headers.get("content-length", "").lstrip("0")
+    return int(digits[:20]) if digits.isdecimal() else 0
+
+
+def has_large_body(headers: Mapping[str, str]) -> bool:
+    """Or one that does not say how large it is: it is not read before it is known that it will be answered."""
+    return "transfer-encoding" in headers or declared_bytes(headers) > _MOST_UNASKED
 
 
 def read_json(body: bytes | memoryview, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        what, _, where = str(error).replace("`", "").partition(" - at ")
-        raise InputError(f"the request does not fit: {what}" + (f" at {where}" if where else "")) from error
+        raise _misfit(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"the request is not JSON: {error}") from error
+
+
+def fitted(given: object, kind: type[Body]) -> Body:
+    """Of JSON that was read as it is, for who looks at both."""
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise _misfit(error) from error
+
+
+def _misfit(error: msgspec.ValidationError) -> InputError:
+    what, _, where = str(error).replace("`", "").partition(" - at ")
+    return InputError(f"the request does not fit: {what}" + (f" at {where}" if where else ""))
 
 
 def failure(

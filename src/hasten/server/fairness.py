@@ -52,7 +52,6 @@ class Turns:
             self._seats.remove(seat)
 
     def enter(self, seat: Seat, tokens: int) -> None:
-        """Wait for a turn; who enters leaves, whatever happens."""
         with self._lock:
             if not seat.waiting:
                 # Nor has whoever was idle a claim on what it did not want.

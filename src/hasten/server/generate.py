@@ -11,6 +11,7 @@ from hasten.core.generation import Sampling
 from hasten.generation.rows import Piece
 from hasten.server.engine import Measured
 from hasten.server.events import Events, whole
+from hasten.server.exchange import fitted
 from hasten.server.inference import VERSION, check_version
 from hasten.server.routes import Call, Route, writing
 from hasten.server.served_writer import ServedWriter
@@ -64,13 +65,10 @@ def generate_stream(call: Call) -> None:
 def _read(call: Call) -> tuple[GenerateRequest, ServedWriter, Sampling]:
     check_version(call.names.get("version", ""))
     served = writing(call.named(call.names["model"]))
-    request = call.exchange.read_json(GenerateRequest)
+    given = call.exchange.read_json(dict[str, Any])
+    request = fitted(given, GenerateRequest)
     # tritonserver takes whatever it does not know for an option: its models for TensorRT-LLM are asked so.
-    beside = {
-        name: value
-        for name, value in call.exchange.read_json(dict).items()
-        if name not in GenerateRequest.__struct_fields__
-    }
+    beside = {name: value for name, value in given.items() if name not in GenerateRequest.__struct_fields__}
     request.parameters = beside | request.parameters
     for name in (_STREAM, _EXCLUDES):
         if not isinstance(value := request.parameters.get(name, False), bool):

@@ -29,8 +29,8 @@ from hasten.server.grpc_guard import OPEN_CALLS, Guard
 from hasten.server.inference import (
     VERSION,
     Inference,
-    check_load,
     check_version,
+    load,
     refuse_parameters,
 )
 from hasten.server.messages import METHODS, SERVICE, STREAM, message, pool
@@ -237,8 +237,7 @@ class _Service:
         return message("RepositoryIndexResponse")(models=models)
 
     def _repository_load(self, call: Call) -> Any:
-        check_load(call.request.parameters)
-        self._app.models.load_again(call.request.model_name)
+        load(self._app.models, call.request.model_name, call.request.parameters)
         return message("RepositoryModelLoadResponse")()
 
     def _repository_unload(self, call: Call) -> Any:

@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hasten.core.errors import HastenError, InputError, PlanError, TooLargeError
+from hasten.core.errors import AccuracyError, BundleError, HastenError, InputError, PlanError, TooLargeError
 from hasten.core.tensors import ATTENTION_MASK, BATCH, Batch, Outputs, TensorSpec, real_positions, repad
 from hasten.server.engine import Measured
 from hasten.server.exchange import plain
+from hasten.server.models import Models
 from hasten.server.served import Served
 from hasten.tasks import Encoded
 
@@ -140,10 +141,14 @@ def check_version(version: str) -> None:
         raise PlanError(f"there is no version {version} of it", hint=f"there is version {VERSION}")
 
 
-def check_load(parameters: Mapping[str, Any]) -> None:
-    """Of a model: what tritonserver's clients may send along to be loaded with it."""
+def load(models: Models, name: str, parameters: Mapping[str, Any]) -> None:
+    """Again, without what tritonserver's clients may send along; where it is damaged, what is served stays."""
     if parameters:
         raise InputError("a bundle is loaded as it is", hint=f"without {', '.join(parameters)}")
+    try:
+        models.load_again(name)
+    except (BundleError, AccuracyError) as error:
+        raise InputError(error.message, hint=error.hint) from error
 
 
 def refuse_parameters(tensor: str, parameters: Mapping[str, Any]) -> None:

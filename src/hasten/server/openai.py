@@ -1,4 +1,4 @@
-"""OpenAI's embeddings, as its own client asks for them: `POST /v1/embeddings`, `GET /v1/models`."""
+"""OpenAI's embeddings, as its own client asks for them: `POST /v1/embeddings`, `GET /v1/models`, and one of them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from hasten.core.errors import HastenError, InputError, OverloadedError, PlanError, UnauthorizedError
 from hasten.core.tensors import FloatArray, Outputs
 from hasten.server.exchange import Response, status_of
+from hasten.server.models import Model
 from hasten.server.routes import Call, Route
 from hasten.server.tei import gives_embeddings
 from hasten.tasks import Encoded
@@ -88,11 +89,15 @@ def embeddings(call: Call) -> None:
 
 
 def models(call: Call) -> None:
-    entries = [
-        ModelEntry(id=served.name, object="model", created=int(served.since), owned_by="hasten")
-        for served in call.models
-    ]
-    call.exchange.reply(Response.json(ModelList(object="list", data=entries)))
+    call.exchange.reply(Response.json(ModelList(object="list", data=[_entry(served) for served in call.models])))
+
+
+def model(call: Call) -> None:
+    call.exchange.reply(Response.json(_entry(call.named(call.names["model"]))))
+
+
+def _entry(served: Model) -> ModelEntry:
+    return ModelEntry(id=served.name, object="model", created=int(served.since), owned_by="hasten")
 
 
 class Wrong(TypedDict):
@@ -135,4 +140,5 @@ ROUTES = (
         "POST", "/v1/embeddings", embeddings, "Embeddings as OpenAI gives them", EmbeddingRequest, Embeddings, tell=tell
     ),
     Route("GET", "/v1/models", models, "The models served here", answer=ModelList, tell=tell),
+    Route("GET", "/v1/models/{model}", model, "One of them", answer=ModelEntry, tell=tell),
 )

@@ -52,7 +52,7 @@ def _size(text: str) -> int:
     unit = text[len(number) :].upper()
     if not number.strip().isdecimal() or unit not in _BYTES:
         raise PlanError(f"'{text}' is not a size", hint="write 512KB, 32MB or 1GB")
-    return int(number) * _BYTES[unit]
+    return _count(number.strip()) * _BYTES[unit]
 
 
 def _factor(text: str) -> float:
@@ -254,6 +254,8 @@ class Settings:
         settings = cls(bundles=tuple(bundles), **found)
         if settings.grpc and settings.grpc_port is None and settings.port == _LAST_PORT:
             raise PlanError(f"there is no port after {_LAST_PORT} for gRPC", hint="--grpc-port N, or --no-grpc")
+        if settings.grpc and settings.grpc_port == settings.port != 0:
+            raise PlanError(f"HTTP and gRPC cannot share port {settings.port}", hint="--grpc-port takes another")
         return settings
 
 

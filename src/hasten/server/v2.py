@@ -18,10 +18,10 @@ from hasten.server.inference import (
     Metadata,
     Output,
     Tensor,
-    check_load,
     check_version,
     from_bytes,
     from_values,
+    load,
     refuse_parameters,
 )
 from hasten.server.models import READY, Model, repository
@@ -130,8 +130,8 @@ def repository_index(call: Call) -> None:
 
 
 def repository_load(call: Call) -> None:
-    check_load(_repository_request(call).parameters)
-    _done_apart(call, lambda: call.models.load_again(call.names["model"]))
+    parameters = _repository_request(call).parameters
+    _done_apart(call, lambda: load(call.models, call.names["model"], parameters))
 
 
 def repository_unload(call: Call) -> None:
