@@ -292,9 +292,10 @@ def _figures() -> str:
 
 
 def _serving() -> str:
-    latency, on_arm, throughput, endurance = (
+    names = ("latency", "latency_arm64", "latency_server", "throughput", "throughput_arm64")
+    latency, on_arm, later, throughput, throughput_on_arm, endurance, endurance_on_arm = (
         json.loads((RESULTS / f"serving_{name}.json").read_text(encoding="utf-8"))
-        for name in ("latency", "latency_arm64", "throughput", "endurance")
+        for name in (*names, "endurance", "endurance_arm64")
     )
     machines = [one["machine"]["cpu"] for one in (latency, on_arm)]
     rows = [f"| added to one request of 16 tokens | {' | '.join(machines)} |", "|---|---|---|"]
@@ -303,23 +304,45 @@ def _serving() -> str:
         times = added[name], on_arm["lanes"][name]["added_ms"]
         cells = [f"{time['value']:.2f} ms ({time['low']:.2f}–{time['high']:.2f})" for time in times]
         rows.append(f"| {name} | {' | '.join(cells)} |")
-    rows += ["", f"| {throughput['clients']} clients, sentences and long reviews | answers/s | p99 |", "|---|---|---|"]
-    for name, contender in throughput["contenders"].items():
-        speed, slowest = (median(one[key] for one in contender["rounds"]) for key in ("per_second", "p99_ms"))
-        rows.append(f"| {name} | {speed:.0f} | {slowest:.0f} ms |")
-    ready, overload = (endurance[name]["summary"] for name in ("ready", "overload"))
+    since = {name: lane["added_ms"] for name, lane in later["lanes"].items() if lane["base"] != name}
     rows += [
         "",
-        f"MiniLM is ready {ready['ready_s']:.1f} s after the start of the process and takes "
-        f"{ready['memory_bytes'] / 1e6:.0f} MB. At ten times what it can do, with "
-        f"`{endurance['overload']['options']}`, what it takes keeps p99 within {overload['slowdown']:.1f} times that "
-        f"of a server that is not loaded, and the rest is told so within {overload['refused_p99_ms']:.0f} ms.",
+        f"Later, with fewer steps on the way of a request, on two cores of a server's {later['machine']['cpu']}, the "
+        "classifier in fp32 ([result file](benchmarks/results/serving_latency_server.json)): "
+        + ", ".join(
+            f"{name} {time['value']:.2f} ms ({time['low']:.2f}–{time['high']:.2f})" for name, time in since.items()
+        )
+        + ".",
+    ]
+    what = f"{throughput['clients']} clients, sentences and long reviews: answers/s (p99)"
+    rows += ["", f"| {what} | {' | '.join(machines)} |", "|---|---|---|"]
+    for name in throughput["contenders"]:
+        cells = []
+        for run in (throughput, throughput_on_arm):
+            rounds = run["contenders"][name]["rounds"]
+            speed, slowest = (median(one[key] for one in rounds) for key in ("per_second", "p99_ms"))
+            cells.append(f"{speed:.0f} ({slowest / 1e3:.2f} s)")
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    times = []
+    for run in (endurance, endurance_on_arm):
+        ready, overload = (run[name]["summary"] for name in ("ready", "overload"))
+        times.append(
+            f"MiniLM is ready {ready['ready_s']:.1f} s after the start of the process and takes "
+            f"{ready['memory_bytes'] / 1e6:.0f} MB; at ten times what it can do, with `{run['overload']['options']}`, "
+            f"what it takes keeps p99 within {overload['slowdown']:.1f} times that of a server that is not loaded, and "
+            f"the rest is told so within {overload['refused_p99_ms']:.0f} ms."
+        )
+    rows += [
         "",
-        f"Machine: {_machine(latency)}; the second, for latency alone, {_machine(on_arm)}. In brackets quartiles over "
+        f"{times[0]} On the second machine: {times[1]}",
+        "",
+        f"Machine: {_machine(latency)}; the second {_machine(on_arm)}. In brackets quartiles over "
         "turns. Result files: [latency](benchmarks/results/serving_latency.json), "
         "[on Arm](benchmarks/results/serving_latency_arm64.json), "
         "[throughput](benchmarks/results/serving_throughput.json), "
-        "[endurance](benchmarks/results/serving_endurance.json), repeated by `benchmarks/serving`. The SST-2 "
+        "[on Arm](benchmarks/results/serving_throughput_arm64.json), "
+        "[endurance](benchmarks/results/serving_endurance.json), "
+        "[on Arm](benchmarks/results/serving_endurance_arm64.json), repeated by `benchmarks/serving`. The SST-2 "
         "classifier in int8, for the peers in fp32 where not said otherwise. The machine is shared and noisy, as the "
         "quartiles show.",
     ]
