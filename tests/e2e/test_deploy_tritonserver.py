@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from hasten.core.variant import Variant
 from hasten.deploy.tritonserver import Options, Repository, Runtime, write_models, write_repository
 from hasten.deploy.tritonserver.check import are_alike, check
 from hasten.deploy.tritonserver.client import Client
-from hasten.deploy.tritonserver.program import Program, TritonServer, _backends, _library
+from hasten.deploy.tritonserver.program import Program, TritonServer, _backends, _free_ports, _library
 
 pytest.importorskip("httptools", reason="--check puts load with hasten[serve]")
 
@@ -36,6 +37,7 @@ TOLERANCE = 1e-5
 # Another version of a runtime, or another runtime, adds in another order.
 ACROSS_RUNTIMES = 1e-4
 CLIENTS = 32
+PROGRAM = "hasten.deploy.tritonserver.program"
 # The release of PyPI's tritonserver, 2.51, comes in NVIDIA's images with this ONNX Runtime.
 THEIR_ONNXRUNTIME = "1.19.2"
 # What fused variants ask for.
@@ -413,14 +415,28 @@ def test_check(
     given = own_binary(program, tmp_path) if is_own else program.environment
     words = ["deploy", "tritonserver", str(bundles["text-classification"].path), "-o", str(tmp_path / "models")]
     code = main([*words, "--runtime", "python", "--threads", "1", "--check", str(given), "--json", "-q"])
-    told = json.loads(capsys.readouterr().out)["check"]
+    told = json.loads(capsys.readouterr().out)
     assert code == 0, told
+    told = told["check"]
     assert told["not_ready"] == {}
     assert told["verdict"]["passed"]
     assert told["same_answers"] == 1.0
     load = told["load"]
     assert (load["clients"], load["failed"]) == (CLIENTS, 0)
     assert 0 < load["executions"] < load["requests"] == load["rows"]
+
+
+def test_ports_that_somebody_takes_meanwhile(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken, free = other.getsockname()[1], _free_ports()[0]
+        given = [(taken, free), (free, taken)]
+        monkeypatch.setattr(f"{PROGRAM}._free_ports", lambda: given.pop() if given else _free_ports())
+        with TritonServer(program, tmp_path / "models", tmp_path) as server, Client(server.url) as client:
+            assert client.version().startswith("triton ")
+        monkeypatch.setattr(f"{PROGRAM}._free_ports", lambda: (taken, free))
+        with pytest.raises(StageError, match=r"(?s)does not start: .*already in use"):
+            TritonServer(program, tmp_path / "models", tmp_path)
 
 
 def test_check_at_an_address(deployed: Deployed, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

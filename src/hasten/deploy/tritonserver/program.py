@@ -32,6 +32,8 @@ _GLIBC = (2, 35)
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 _HINT = "--check takes the path of a tritonserver of your own, or the address of one that runs: 127.0.0.1:8000"
 _SHOWN_CHARACTERS = 2000
+# It takes its ports after it has loaded its models: somebody else may have taken them by then.
+_STARTS, _TAKEN = 3, "already in use"
 # In an environment that we make: first, so that no other is ever cleared, and last.
 _BEGUN, _COMPLETE = "begun", "complete"
 
@@ -132,7 +134,6 @@ class TritonServer(Closing):
         timeout_s: float = 300.0,
     ) -> None:
         """Lenient, it runs although models do not load: its index then says why."""
-        self.port, self.grpc_port = _free_port(), _free_port()
         self._log = place / "log"
         # What it leaves in /dev/shm where it dies.
         self._region = f"hasten-{uuid.uuid4().hex[:8]}"
@@ -141,9 +142,7 @@ class TritonServer(Closing):
             f"--model-repository={repository}",
             f"--backend-config=python,shm-region-prefix-name={self._region}",
             "--http-address=127.0.0.1",
-            f"--http-port={self.port}",
             "--grpc-address=127.0.0.1",
-            f"--grpc-port={self.grpc_port}",
             "--allow-metrics=false",
             # Clients that are still connected hold it up.
             "--exit-timeout-secs=5",
@@ -156,12 +155,21 @@ class TritonServer(Closing):
             command.append(f"--cache-directory={program.binary.parents[1] / 'caches'}")
             variables["PATH"] = f"{program.environment / 'bin'}:{os.environ['PATH']}"
             variables["LD_LIBRARY_PATH"] = str(_library())
-        with self._log.open("w") as log:
-            try:
-                self._process = subprocess.Popen(command, stdout=log, stderr=log, env=variables)
-            except OSError as error:
-                raise PlanError(f"{program.binary} is no program: {error.strerror}", hint=_HINT) from error
-        self._wait(timeout_s)
+        for _ in range(_STARTS):
+            self.port, self.grpc_port = _free_ports()
+            ports = (f"--http-port={self.port}", f"--grpc-port={self.grpc_port}")
+            with self._log.open("w") as log:
+                try:
+                    self._process = subprocess.Popen([*command, *ports], stdout=log, stderr=log, env=variables)
+                except OSError as error:
+                    raise PlanError(f"{program.binary} is no program: {error.strerror}", hint=_HINT) from error
+            if self._is_ready(timeout_s):
+                return
+            self.close()
+            told = _told(self._log) or f"it wrote nothing, and ended with exit code {self._process.returncode}"
+            if _TAKEN not in told:
+                break
+        raise StageError(f"tritonserver does not start: {told}", hint=_HINT)
 
     @property
     def url(self) -> str:
@@ -177,19 +185,18 @@ class TritonServer(Closing):
         for left in Path("/dev/shm").glob(f"{self._region}*"):
             left.unlink(missing_ok=True)
 
-    def _wait(self, timeout_s: float) -> None:
+    def _is_ready(self, timeout_s: float) -> bool:
+        """Waits until it is, or has ended."""
         end = time.monotonic() + timeout_s
         try:
             while self._process.poll() is None and time.monotonic() < end:
                 with suppress(OSError), urllib.request.urlopen(f"{self.url}/v2/health/ready", timeout=1):
-                    return
+                    return True
                 time.sleep(0.1)
         except BaseException:
             self.close()
             raise
-        self.close()
-        told = _told(self._log) or f"it wrote nothing, and ended with exit code {self._process.returncode}"
-        raise StageError(f"tritonserver does not start: {told}", hint=_HINT)
+        return False
 
 
 def _told(log: Path) -> str:
@@ -210,7 +217,9 @@ def _backends(program: Program, place: Path) -> Path:
     return folder.parent
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _free_ports() -> tuple[int, int]:
+    """Held until both are found, so that they are two."""
+    with socket.socket() as one, socket.socket() as other:
+        for probe in (one, other):
+            probe.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1]), int(other.getsockname()[1])
