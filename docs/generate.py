@@ -37,8 +37,9 @@ GPU_LANES = {
     "onnxruntime-fp16@cuda": "ONNX Runtime, CUDA graphs",
     "fused-fp16@cuda": "hasten `fused`",
     "fused-fp16+gelu@cuda": "the same, GELU by tanh",
-    "fused-fp8+gelu@cuda": "in fp8",
-    "fused-fp8+gelu+fast@cuda": "in fp8, sums in fewer bits",
+    "fused-fp8@cuda": "`fused` in fp8",
+    "fused-fp8+gelu@cuda": "the same, GELU by tanh",
+    "fused-fp8+gelu+fast@cuda": "and sums in fewer bits",
 }
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file
 
+from hasten.backends import Artifact, RunOptions
 from hasten.core.tensors import Batch
 
+if TYPE_CHECKING:
+    from hasten.backends.fused.session import FusedSession
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)
 POSITIONS = 150
 SIZES = {
     "vocab_size": 50,
@@ -59,3 +65,15 @@ def batch_of(*lengths: int, masks: int | None = None) -> Batch:
         for row in ids:
             row[len(row) // 2] = masks
     return Batch.from_rows({"input_ids": [row.tolist() for row in ids]})
+
+
+def opened(artifact: Artifact) -> FusedSession:
+    """On the CPU through Triton's interpreter, in fp32 but for what is of eight bits."""
+    from hasten.backends.fused import BACKEND
+    from hasten.backends.fused.session import FusedSession, read_about
+
+    if DEVICE == "cuda":
+        return BACKEND.open(artifact, RunOptions(1))
+    stored = load_file(artifact.path())
+    weights = {name: value if value.dtype in EIGHT_BITS else value.float() for name, value in stored.items()}
+    return FusedSession(read_about(artifact), weights, artifact, device="cpu", is_dependent=False)

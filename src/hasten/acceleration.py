@@ -63,6 +63,7 @@ def restore(model: Model) -> Model:
     forward = base.__dict__.get("forward")
     if isinstance(forward, FusedForward):
         del base.forward
+        forward.close()
         if forward.replaced is not None:
             base.forward = forward.replaced
     return model
@@ -114,7 +115,7 @@ class FusedForward:
         self._on_device: Any = torch.cuda.device(self._device) if is_gpu else nullcontext()
         with self._on_device:
             # A handle of the library is the current device's.
-            products = Products(dtype, self._device) if is_gpu else None
+            self._products = products = Products(dtype, self._device) if is_gpu else None
         shared = shared_bytes(self._device.index or 0) if is_gpu else None
         encoder = Encoder(
             self._geometry, self._weights, is_dependent=is_dependent, products=products, shared_bytes=shared
@@ -129,6 +130,8 @@ class FusedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(self._names, args, strict=False)) | kwargs
+        if len(given) < len(args) + len(kwargs):
+            return self._original(*args, **kwargs)  # which says what is given twice, or too much
         try:
             self._check_call(given)
             hidden = self._hidden(given[_IDS], given.get(_MASK), given.get(_TYPES))
@@ -144,6 +147,13 @@ class FusedForward:
 
     def __reduce__(self) -> Any:
         raise UnsupportedError("an accelerated model cannot be copied or pickled", hint="hasten.restore(model) first")
+
+    def close(self) -> None:
+        """What the GPU and its library hold for it: of that the garbage collector knows nothing."""
+        with self._turn:
+            self._replay.clear()
+            if self._products is not None:
+                self._products.close()
 
     def _checked(self) -> Any:
         """The type of the original's outputs, once it was seen to answer the same."""
@@ -182,7 +192,7 @@ class FusedForward:
                 raise _NotFusedError(f"'{name}' is given")
         if config.output_attentions or config.output_hidden_states:
             raise _NotFusedError("its config asks for attentions or hidden states")
-        if ids is None or ids.dim() != 2 or not ids.numel():
+        if ids is None or ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
             raise _NotFusedError(f"'{_IDS}' is no rectangle of tokens")
         for name in (_IDS, _MASK, _TYPES):
             tensor = given.get(name)

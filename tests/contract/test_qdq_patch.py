@@ -169,7 +169,17 @@ def test_layers_that_rewriting_does_not_reach_are_told_of(
     with qdq.patched():
         module_of(source).Own(transformers.AutoConfig.from_pretrained(folder))
     [said] = [record.getMessage() for record in caplog.records]
-    assert said == "'head' of Own stays in float, made where rewriting does not reach; such linear layers: 1"
+    assert said == "'head' of Own stays in float: it is made where rewriting does not reach; such layers: 1"
+
+
+def test_convolutions_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    about = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    groups = {f"{name}_groups": 4 for name in ("q", "k", "v", "intermediate", "output")}
+    config = transformers.SqueezeBertConfig(**about, **groups, embedding_size=32, intermediate_size=64)
+    with qdq.patched():
+        transformers.SqueezeBertModel(config)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.endswith("of SqueezeBertModel stays in float: convolutions are not quantized; such layers: 6")
 
 
 def test_parts_made_in_a_way_nobody_sees_are_refused_if_they_compute(

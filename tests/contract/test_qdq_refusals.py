@@ -159,3 +159,22 @@ def test_an_export_that_fails_leaves_the_model_in_training(calibrated: Any, tmp_
     with pytest.raises(UnsupportedError, match="does not take texts as its tokenizer gives them: ValueError: no words"):
         qdq.export(calibrated.train(), broken, tmp_path)
     assert calibrated.training
+
+
+def test_what_makes_no_sense_is_refused(folder: Path, model: Any, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="int4"), qdq.patched("int4"):
+        pass
+    with pytest.raises(PlanError, match="median"), qdq.calibration("median"):
+        pass
+    with pytest.raises(PlanError, match="calibrate it first"):
+        qdq.export(model, transformers.AutoTokenizer.from_pretrained(folder), tmp_path)
+    with pytest.raises(PlanError, match=r"no quantizer is called '\*\.decoder\.\*'"):
+        qdq.disable(model, "*.decoder.*")
+    with pytest.raises(InputError, match="no batches"):
+        calibrate(model, [])
+
+
+def test_a_model_that_cannot_be_rewritten_says_where(tmp_path: Path) -> None:
+    tiny.save("xlnet", "ForSequenceClassification", tmp_path)
+    with pytest.raises(UnsupportedError, match=r"torch\.einsum in '.*modeling_xlnet\.py:\d+"):
+        made(tmp_path)

@@ -49,9 +49,9 @@ def feeds_of(*lengths: int, pads_left: bool = False) -> dict[str, Any]:
     return {"input_ids": ids.to(DEVICE), "attention_mask": mask.long().to(DEVICE)}
 
 
-def ask(model: Any, **feeds: Any) -> Any:
+def ask(model: Any, *given: Any, **feeds: Any) -> Any:
     with torch.inference_mode():
-        return model(**feeds)
+        return model(*given, **feeds)
 
 
 def check(found: Any, expected: Any, where: Any | None = None) -> None:
@@ -215,6 +215,14 @@ def test_what_would_be_read_past_the_end_is_refused() -> None:
     # The first two places are for padding.
     with pytest.raises(InputError, match=f"the place {POSITIONS} is beyond the model's {POSITIONS}"):
         ask(model, **feeds_of(POSITIONS - 1))
+
+
+def test_what_the_original_refuses_is_refused() -> None:
+    model, feeds = accelerated(model_of("Bert", "Model")), feeds_of(3)
+    with pytest.raises(TypeError, match="multiple values"):
+        ask(model, feeds["input_ids"], input_ids=feeds["input_ids"])
+    with pytest.raises(RuntimeError):
+        ask(model, input_ids=feeds["input_ids"].float())
 
 
 def test_a_model_that_computes_something_else_is_refused() -> None:

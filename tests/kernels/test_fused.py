@@ -12,13 +12,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from encoders import DEVICE, FAMILIES, FEW_LAYERS, TOLERANCE, batch_of, model_of
+from encoders import FAMILIES, FEW_LAYERS, TOLERANCE, batch_of, model_of, opened
 from hasten.backends import Artifact, RunOptions, Source
 from hasten.backends.fused import BACKEND, FILE
 from hasten.backends.fused.session import ABOUT, FusedSession, read_about
 from hasten.backends.torch import ModuleSession
 from hasten.builder.head import AtMasks, Exportable, OneChoice, Pooled, PoolingHead
-from hasten.core.errors import StageError, UnsupportedError
+from hasten.core.errors import InputError, StageError, UnsupportedError
 from hasten.core.hardware import Gpu, this_machine
 from hasten.core.tensors import BATCH, MASKS, SEQUENCE, Batch, DType, Signature, TensorSpec
 from hasten.core.variant import Precision, Variant
@@ -48,11 +48,7 @@ def signature_of(*outputs: str, per_token: bool = False, mask_id: int | None = N
 
 def both(module: Any, signature: Signature, folder: Path) -> tuple[ModuleSession, FusedSession]:
     artifact = BACKEND.make(Source(signature, {}, module), VARIANT, folder)
-    if DEVICE == "cuda":
-        return ModuleSession(module, artifact, RunOptions(1)), BACKEND.open(artifact, RunOptions(1))
-    weights = {name: tensor.float() for name, tensor in load_file(folder / FILE).items()}
-    ours = FusedSession(read_about(artifact), weights, artifact, device="cpu", is_dependent=False)
-    return ModuleSession(module, artifact, RunOptions(1)), ours
+    return ModuleSession(module, artifact, RunOptions(1)), opened(artifact)
 
 
 def compare(theirs: Any, ours: Any, batch: Batch) -> None:
@@ -81,6 +77,17 @@ def test_scores_of_every_token(kind: str, outputs: list[str], tmp_path: Path) ->
     module = Exportable(model_of("Bert", kind, layers=FEW_LAYERS), INPUTS, outputs)
     theirs, ours = both(module, signature_of(*outputs, per_token=True), tmp_path)
     compare(theirs, ours, batch_of(5, 17, 1))
+
+
+def test_ids_beyond_the_models_tables_are_refused(tmp_path: Path) -> None:
+    """The kernels would read past their end."""
+    module = Exportable(model_of("Bert", "ForSequenceClassification", layers=FEW_LAYERS), INPUTS, ["logits"])
+    _, ours = both(module, signature_of("logits"), tmp_path)
+    for token in (50, -1):
+        batch = batch_of(4)
+        batch.values["input_ids"][2] = token
+        with pytest.raises(InputError, match=f"'input_ids' has {token}, and the model knows 50"):
+            ours.run(batch)
 
 
 @families("MPNet")

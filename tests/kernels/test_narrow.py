@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from encoders import DEVICE, FEW_LAYERS, batch_of, model_of
+from encoders import DEVICE, FEW_LAYERS, batch_of, model_of, opened
 from hasten.backends import Artifact, RunOptions, Source
 from hasten.backends.fused import BACKEND, FILE
-from hasten.backends.fused.session import FusedSession, read_about
+from hasten.backends.fused.session import FusedSession
 from hasten.backends.torch import ModuleSession
 from hasten.builder.head import Exportable
 from hasten.core.errors import StageError
@@ -42,15 +42,6 @@ def signature() -> Signature:
 
 def module_of(family: str, layers: int = FEW_LAYERS) -> Exportable:
     return Exportable(model_of(family, "Model", layers=layers), INPUTS, ["last_hidden_state"])
-
-
-def opened(artifact: Artifact) -> FusedSession:
-    """On the CPU, through Triton's interpreter, in fp32 but for what is narrow."""
-    if DEVICE == "cuda":
-        return BACKEND.open(artifact, RunOptions(1))
-    stored = load_file(artifact.path())
-    weights = {name: value if value.dtype in (FP8, INT8) else value.float() for name, value in stored.items()}
-    return FusedSession(read_about(artifact), weights, artifact, device="cpu", is_dependent=False)
 
 
 def made(module: Exportable, name: str, folder: Path, **about: Any) -> FusedSession:

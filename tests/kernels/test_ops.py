@@ -121,3 +121,12 @@ def test_layer_behind_the_encoder(has_rows: bool, activation: str, count: int, d
         head.dense(x.float(), rows, weight, bias, activation), head.reference(x, rows, weight, bias, activation), dtype
     )
     check(head.dense(x, rows, weight, bias, activation), head.reference(x, rows, weight, bias, activation), dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("count", [17, 129])
+def test_layer_in_fp32_behind_an_encoder_in_halves(count: int, dtype: torch.dtype) -> None:
+    """Its weights are not rounded, however many rows there are."""
+    x, weight, bias = draw(count, 300, dtype=dtype), draw(3, 300) / 17, draw(3)
+    found, expected = head.dense(x, None, weight, bias), head.reference(x, None, weight, bias)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from encoders import DEVICE, FEW_LAYERS, TOLERANCE, model_of
-from hasten.backends import RunOptions, Source
-from hasten.backends.fused import BACKEND, FILE
-from hasten.backends.fused.session import FusedSession, read_about
+from encoders import DEVICE, FEW_LAYERS, TOLERANCE, model_of, opened
+from hasten.backends import Source
+from hasten.backends.fused import BACKEND
 from hasten.builder.head import Exportable
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Signature, TensorSpec, pad, unpad
-from hasten.core.variant import Precision, Variant
+from hasten.core.variant import Variant
 
 INPUTS = ("input_ids", "attention_mask")
 # Of the rows of a batch and of the tokens of a row.
@@ -36,16 +35,6 @@ def answers(module: Any, batch: Batch, signature: Signature) -> Any:
     return unpad({signature.outputs[0].name: found.cpu().numpy()}, batch, signature)[signature.outputs[0].name]
 
 
-def opened(module: Any, signature: Signature, folder: Path) -> FusedSession:
-    artifact = BACKEND.make(Source(signature, {}, module), Variant("fused", Precision.FP16, "cuda"), folder)
-    if DEVICE == "cuda":
-        return BACKEND.open(artifact, RunOptions(1))
-    from safetensors.torch import load_file
-
-    weights = {name: tensor.float() for name, tensor in load_file(folder / FILE).items()}
-    return FusedSession(read_about(artifact), weights, artifact, device="cpu", is_dependent=False)
-
-
 @pytest.mark.parametrize(
     ("family", "kind", "output"),
     [("Bert", "ForSequenceClassification", "logits"), ("MPNet", "Model", "last_hidden_state")],
@@ -57,7 +46,7 @@ def test_random_batches(family: str, kind: str, output: str, tmp_path: Path, req
     axes = (BATCH,) if kind.startswith("For") else (BATCH, SEQUENCE)
     inputs = tuple(TensorSpec(name, DType.INT64, (BATCH, SEQUENCE)) for name in INPUTS)
     signature = Signature(inputs, (TensorSpec(output, DType.FLOAT32, (*axes, 2)),), max_length=LONGEST)
-    session = opened(module, signature, tmp_path)
+    session = opened(BACKEND.make(Source(signature, {}, module), Variant.parse("fused-fp16@cuda"), tmp_path))
     module.to(DEVICE)
     draw = np.random.default_rng(7)
     batches = [drawn(draw) for _ in range(count)]

@@ -21,6 +21,7 @@ from hasten.kernels.tuning import FILE, Tuning, find
 
 FP8 = "float8_e4m3fn"
 UP = Product(48, 64, 32, has_bias=True, has_gelu=True, takes=FP8, gives=FP8)
+ODD = Product(48, 56, 40, has_bias=True, has_gelu=True, takes=FP8, gives=FP8)
 PLAIN = Product(48, 64, 32, has_bias=True, takes=FP8)
 HALF = torch.float32 if DEVICE == "cpu" else torch.float16
 
@@ -54,7 +55,12 @@ def test_what_was_chosen_is_taken(what: Product, monkeypatch: pytest.MonkeyPatch
     assert difference(found, expected) <= 2e-3
 
 
-def test_a_shape_that_the_library_refuses_goes_by_torch() -> None:
+@pytest.mark.parametrize(("what", "road"), [(UP, TORCH), (ODD, OWN)], ids=["even", "odd"])
+def test_a_shape_that_the_library_refuses_goes_another_way(
+    what: Product, road: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's products in fp8 refuse sides that 16 does not divide, on a GPU; its CPU's do not."""
+
     class Refusing:
         sums_fast = False
         asked = 0
@@ -63,13 +69,20 @@ def test_a_shape_that_the_library_refuses_goes_by_torch() -> None:
             self.asked += 1
             raise StageError("cuBLASLt proposes no algorithm")
 
+        def proposals(self, _: Product) -> Any:
+            raise StageError("cuBLASLt proposes no algorithm")
+
     library: Any = Refusing()
     roads = Roads(EXACT, HALF, library)
-    given = roads.drawn(UP, DEVICE)
+    go, taken = roads.go, []
+    monkeypatch.setattr(roads, "go", lambda road, *given: taken.append(road) or go(road, *given))
+    given = roads.drawn(what, DEVICE)
     expected = reference(*given[:4], EXACT, given[4])
     for _ in range(2):
         assert difference(roads(*given[:4], has_gelu=True, squeeze=given[4]), expected) <= 5e-3
     assert library.asked == 1
+    assert taken == [LIBRARY, road, road]
+    assert (TORCH in roads.known(what)) is (road == TORCH)
 
 
 def test_what_was_measured_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 import safetensors
-from safetensors.torch import load_file
 
-from encoders import DEVICE
+from encoders import DEVICE, opened
 from engines import with_variant
 from hasten.backends import Artifact, RunOptions
 from hasten.backends.fused import BACKEND
-from hasten.backends.fused.session import FusedSession, read_about
+from hasten.backends.fused.session import FusedSession
 from hasten.backends.torch import ModuleSession
 from hasten.core.plan import Plan
 from hasten.core.tensors import Batch, Signature
@@ -27,11 +26,6 @@ from hasten.deploy.tritonserver.models import run
 from tritonserver import stub
 
 VARIANT = Variant.parse("fused-fp16@cuda")
-
-
-def on_cpu(artifact: Artifact, _: RunOptions) -> FusedSession:
-    weights = {name: tensor.float() for name, tensor in load_file(artifact.path()).items()}
-    return FusedSession(read_about(artifact), weights, artifact, device="cpu", is_dependent=False)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +63,7 @@ def rows(request: stub.Request, signature: Signature) -> Batch:
 def test_it_answers_like_the_original(repository: Repository, loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All requests in one batch, whatever their lengths; here through Triton's interpreter."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(type(BACKEND), "open", lambda _, *words: on_cpu(*words))
+        monkeypatch.setattr(type(BACKEND), "open", lambda _, artifact, __: opened(artifact))
     made_ready: list[tuple[int, int]] = []
     offered, ran = FusedSession.samples, []
     compute = FusedSession.run

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+onnx = pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("transformers")
 
 from hasten.core.errors import InputError, PlanError, StageError  # noqa: E402
@@ -36,6 +38,15 @@ def test_streaming_sees_what_the_whole_shows() -> None:
     for method in (Method.MAX, Method.PERCENTILE, Method.MSE):
         ranges = [find_range(each, method, None, Precision.INT8) for each in (whole, streamed)]
         assert ranges[0] == pytest.approx(ranges[1], rel=0.03)
+
+
+def test_more_of_one_size_than_fp32_can_count() -> None:
+    """As of attention, where most values are next to nothing."""
+    values = torch.full((2**24 + 1000,), 1e-4)
+    values[:10] = 1.0
+    histogram = seen(values)
+    assert histogram.counts.sum() == len(values)
+    assert histogram.counts.max() == len(values) - 10
 
 
 def test_each_method_cuts_off_where_it_should() -> None:
@@ -171,3 +182,44 @@ def test_ranges_come_back_from_a_state_dict() -> None:
     assert float(second.amax) == 2.5
     second.forget()
     assert not second.is_calibrated
+
+
+def test_weights_that_move_are_not_looked_at_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each look would wait for all that was launched."""
+    layer = QuantizedLinear(4, 2, precision=Precision.INT8)
+    layer.input_quantizer.set_range(1.0)
+    layer.measure_weight()
+    looks: list[None] = []
+    isnan = torch.Tensor.isnan
+    monkeypatch.setattr(torch.Tensor, "isnan", lambda own: looks.append(None) or isnan(own))
+    for _ in range(3):
+        layer.train()(torch.randn(3, 4))
+    assert not looks
+
+
+@pytest.mark.parametrize("channels", [None, 64])
+def test_modules_round_as_graphs_do(channels: int | None) -> None:
+    """To the same step each time, halfway between two of them and a digit beside it too."""
+    steps = torch.arange(-140, 140) + 0.5
+    ranges = torch.linspace(0.1, 9.0, 64)
+    halves = steps * (ranges / 127)[:, None]
+    values = torch.cat(
+        [halves, halves.nextafter(torch.tensor(torch.inf)), halves.nextafter(torch.tensor(-torch.inf))], 1
+    )
+    for place in range(1 if channels else len(ranges)):
+        quantizer = Quantizer(Precision.INT8, channels)
+        quantizer.set_range(ranges if channels else ranges[place])
+        scale = (quantizer.amax / 127).numpy()
+        about = {"axis": 0} if channels else {}
+        names = ["values", "scale", "zero"]
+        nodes = [
+            onnx.helper.make_node("QuantizeLinear", names, ["bits"], **about),
+            onnx.helper.make_node("DequantizeLinear", ["bits", *names[1:]], ["back"], **about),
+        ]
+        taken, given = (onnx.helper.make_tensor_value_info(name, 1, values.shape) for name in ("values", "back"))
+        held = [onnx.numpy_helper.from_array(scale, "scale")]
+        held += [onnx.numpy_helper.from_array(np.zeros_like(scale, np.int8), "zero")]
+        graph = onnx.helper.make_graph(nodes, "pair", [taken], [given], held)
+        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+        [back] = ort.InferenceSession(model.SerializeToString()).run(None, {"values": values.numpy()})
+        np.testing.assert_array_equal(quantizer(values).numpy(), back)

@@ -9,10 +9,10 @@ import numpy as np
 from hasten.core.errors import StageError
 from hasten.core.tensors import ATTENTION_MASK, BATCH, Batch, FloatArray, IntArray, Shape, Signature, real_positions
 
-# Steps between the powers of two: a batch costs at most a third more rows, or an eighth more tokens a row, than it has,
-# unless they are few.
+# Steps up to a power of two, half of which lie below the power before: a batch costs at most half more rows, or an
+# eighth more tokens a row, than it has, unless they are few.
 _ROW_STEPS = 4
-_TOKEN_STEPS = 8
+_TOKEN_STEPS = 16
 # Shorter ones cost a GPU the same.
 _LEAST_TOKENS = 16
 

@@ -90,7 +90,7 @@ def _dense(
         elif values.dtype == weights.dtype:
             total = tl.dot(values, weights.T, total, input_precision="ieee")
         else:
-            total = tl.dot(values, weights.to(values.dtype).T, total, input_precision="tf32x3")
+            total = tl.dot(values.to(tl.float32), weights.to(tl.float32).T, total, input_precision="tf32x3")
     total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if activation == "tanh":
         total = 2.0 * tl.sigmoid(2.0 * total) - 1.0

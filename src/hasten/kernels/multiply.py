@@ -40,7 +40,7 @@ class Cut:
         return cls(*map(int, text.split("x")))
 
 
-# Not measured yet: the usual ones for tensor cores of Hopper, Ada and Ampere, of which tuning takes the fastest.
+# The usual ones for tensor cores of Hopper, Ada and Ampere, of which tuning takes the fastest.
 CUTS = (
     Cut(128, 256, 128, 8, 3),
     Cut(128, 128, 128, 8, 4),

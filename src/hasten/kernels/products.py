@@ -151,13 +151,14 @@ class Products:
         """The proposal that takes the fewest `seconds`, on values like those of a model."""
         operands, out = self._drawn(what), self._draw(what.rows, what.columns)
         plan = self._plan(what)
-        launches = {
-            algorithm: partial(self._launch, plan, algorithm, operands, out)
-            for algorithm in self._proposals(plan, operands)
-        }
-        fastest = min(launches, key=lambda algorithm: seconds(launches[algorithm]))
-        self._destroy(plan)
-        return fastest
+        try:
+            launches = {
+                algorithm: partial(self._launch, plan, algorithm, operands, out)
+                for algorithm in self._proposals(plan, operands)
+            }
+            return min(launches, key=lambda algorithm: seconds(launches[algorithm]))
+        finally:
+            self._destroy(plan)
 
     def close(self) -> None:
         """Give back what the library holds for it."""

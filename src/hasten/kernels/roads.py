@@ -53,8 +53,8 @@ class Roads:
             if not road.startswith(LIBRARY):
                 raise
             # It has nothing for this shape, and is not asked again.
-            self._chosen[what] = TORCH
-            return self.go(TORCH, what, x, weight, step, bias, squeeze)
+            self._chosen[what] = _instead(what)
+            return self.go(self._chosen[what], what, x, weight, step, bias, squeeze)
 
     def choose(self, roads: Mapping[Product, str]) -> None:
         """Of products that were timed."""
@@ -69,8 +69,9 @@ class Roads:
             found = [f"{LIBRARY} {algorithm.hex()}" for algorithm in self._products.proposals(self._asked(what))]
         except StageError:
             found = []
-        # PyTorch asks the same library, for its first proposal.
-        return [*(found or [TORCH]), *own]
+        if not found and _instead(what) == TORCH:
+            found = [TORCH]
+        return [*found, *own]
 
     def fastest(self, what: Product, seconds: Callable[[Callable[[], Any]], float]) -> str:
         """The road that takes the fewest `seconds`, on values like those of a model."""
@@ -118,6 +119,11 @@ class Roads:
     def _asked(self, what: Product) -> Product:
         """What the library is asked for: GELU by tanh it takes along, the other one is ours."""
         return what if self._kind == TANH or not what.has_gelu else replace(what, has_gelu=False, gives="")
+
+
+def _instead(what: Product) -> str:
+    """Where the library has nothing. PyTorch asks it once more in its own way, for sides that 16 divides alone."""
+    return OWN if what.columns % 16 or what.depth % 16 else TORCH
 
 
 def _name(dtype: Any) -> str:

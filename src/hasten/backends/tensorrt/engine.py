@@ -77,7 +77,8 @@ def build(graph: Path, signature: Signature, order: Order, plan: Path) -> None:
         config.add_optimization_profile(shapes)
     timings = cache_directory() / FOLDER / timings_name(this_place())
     for known in (_read(timings), b""):  # what another driver timed is not taken
-        if config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False):
+        cache = config.create_timing_cache(known)  # none of what is damaged
+        if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
             break
     built = builder.build_serialized_network(network, config)
     if built is None:

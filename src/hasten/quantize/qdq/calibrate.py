@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from hasten.core.errors import InputError, PlanError, StageError
 from hasten.core.variant import Precision
-from hasten.quantize.qdq.quantizer import QuantizedLinear, Quantizer
+from hasten.quantize.qdq.quantizer import QuantizedLinear
 from hasten.quantize.qdq.ranges import Histogram, Method, check_method, find_range
 from hasten.quantize.qdq.sensitivity import asked
-from hasten.quantize.qdq.switch import evaluating, quantizers
+from hasten.quantize.qdq.switch import evaluating, quantizers, switched
 
 # What a model is called with, or a tokenizer's output.
 Feeds: TypeAlias = Mapping[str, Any]
@@ -50,7 +50,7 @@ def observe(model: nn.Module, batches: Iterable[Feeds]) -> dict[str, Histogram]:
     try:
         for name, part in found.items():
             part.observer = seen[name]
-        with torch.no_grad(), evaluating(model), _off(model):
+        with torch.no_grad(), evaluating(model), switched(model, off=("*",)):  # ranges are those of the original
             for feeds in batches:
                 model(**_on(device, feeds))
                 count += 1
@@ -122,16 +122,3 @@ def _on(device: torch.device, feeds: Any) -> dict[str, Tensor]:
 
 def _apart(choice: Choice) -> tuple[str, float | None]:
     return (choice, None) if isinstance(choice, str) else choice
-
-
-@contextmanager
-def _off(model: nn.Module) -> Iterator[None]:
-    """Weights in float: ranges are those of the original."""
-    before = {part: part.is_enabled for part in model.modules() if isinstance(part, Quantizer)}
-    for part in before:
-        part.is_enabled = False
-    try:
-        yield
-    finally:
-        for part, is_enabled in before.items():
-            part.is_enabled = is_enabled

@@ -26,6 +26,7 @@ _PRODUCTS = {
     nn.functional.scaled_dot_product_attention: 3,
 }
 _METHODS = ("matmul", "bmm", "mm")
+_UNKNOWN_METHODS = ("baddbmm", "addmm", "addbmm")
 # Products that no runtime has an eight-bit kernel for, in the form in which they are written.
 _UNKNOWN = (
     torch.einsum,
@@ -36,6 +37,7 @@ _UNKNOWN = (
     nn.functional.bilinear,
     nn.functional.multi_head_attention_forward,
 )
+_NO_KERNEL, _ELSEWHERE = "no runtime multiplies it in eight bits", "its operands are not its first arguments"
 # Modules whose products are in torch's own source.
 _CLOSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Transformer, nn.Bilinear)
 
@@ -115,18 +117,23 @@ class Rewriter(ast.NodeTransformer):
         elif any(function is each for each in REPLACEMENTS):
             self._call(node, name_of(function))
         elif any(function is each for each in _UNKNOWN):
-            self._refuse(node, "no runtime multiplies it in eight bits")
+            self._refuse(node, _NO_KERNEL)
         elif any(function is each for each in _CLOSED):
             self._refuse(node, "its products are in torch's own source, which is not rewritten")
         elif function is not None:
             count = next((count for product, count in _PRODUCTS.items() if product is function), 0)
             if len(node.args) < count:
-                self._refuse(node, "its operands are not its first arguments")
+                self._refuse(node, _ELSEWHERE)
             else:
                 node.args[:count] = [self._quantized(operand, node) for operand in node.args[:count]]
-        elif isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS and len(node.args) == 1:
-            node.func.value = self._quantized(node.func.value, node)
-            node.args = [self._quantized(node.args[0], node)]
+        elif isinstance(node.func, ast.Attribute) and node.func.attr.rstrip("_") in _UNKNOWN_METHODS:
+            self._refuse(node, _NO_KERNEL)
+        elif isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
+            if len(node.args) != 1:
+                self._refuse(node, _ELSEWHERE)
+            else:
+                node.func.value = self._quantized(node.func.value, node)
+                node.args = [self._quantized(node.args[0], node)]
         return node
 
     def _call(self, node: ast.Call, name: str) -> None:

@@ -23,6 +23,8 @@ from hasten.quantize.qdq.switch import evaluating, quantizers
 FILE = "model.onnx"
 # Scales for channels need opset 13, float8 needs 19 and the IR that came with it; older runtimes read the older ones.
 _VERSIONS = {Precision.INT8: (17, 8), Precision.FP8: (19, 9)}
+# In which those opsets quantize nothing.
+_HALVES = (torch.float16, torch.bfloat16)
 _TEXTS = ["a text of several words, to be traced", "a shorter one"]
 _ANSWERS = ("logits", "start_logits", "end_logits", "last_hidden_state", "prediction_logits")
 
@@ -55,6 +57,8 @@ def exported(model: nn.Module, tokenizer: Any) -> Any:
     if not active:
         raise PlanError(f"no quantizer of {type(model).__name__} is on and calibrated", hint="calibrate it first")
     opset, ir_version = _VERSIONS[active[0].precision]
+    if any(parameter.dtype in _HALVES for parameter in model.parameters()):
+        model = copy.deepcopy(model).float()  # the user's goes on being theirs
     try:
         with evaluating(model), torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the tracer's advice, about sizes that the example fixes on purpose

@@ -26,6 +26,11 @@ logger = logging.getLogger("hasten")
 
 _INIT = "__init__"
 _HOOK = "__init_subclass__"
+# What computes products in a class of torch's, and why no quantizer stands there.
+_IN_FLOAT = {
+    nn.Linear: "it is made where rewriting does not reach",
+    nn.modules.conv._ConvNd: "convolutions are not quantized",
+}
 _CURRENT: ContextVar[_Patch | None] = ContextVar("patch", default=None)
 
 
@@ -177,18 +182,16 @@ class _Patch:
                     f"'{name}' of {type(model).__name__} is made where rewriting does not reach: a plain"
                     f" {type(part).__name__} ({sys.modules[type(part).__module__].__file__})"
                 )
-        plain = [
-            name
-            for name, part in model.named_modules()
-            if isinstance(part, nn.Linear) and not isinstance(part, QuantizedLinear)
-        ]
-        if plain:
-            logger.warning(
-                "'%s' of %s stays in float, made where rewriting does not reach; such linear layers: %d",
-                plain[0],
-                type(model).__name__,
-                len(plain),
-            )
+        for kind, why in _IN_FLOAT.items():
+            plain = [
+                name
+                for name, part in model.named_modules()
+                if isinstance(part, kind) and not isinstance(part, QuantizedLinear)
+            ]
+            if plain:
+                logger.warning(
+                    "'%s' of %s stays in float: %s; such layers: %d", plain[0], type(model).__name__, why, len(plain)
+                )
 
 
 def _family(kind: type) -> list[type]:

@@ -65,6 +65,7 @@ class Quantizer(nn.Module):
         """A new tensor: changed in place, it would not be looked at again."""
         values = torch.as_tensor(amax, dtype=torch.float32).detach()
         self.amax = values.to(self.amax.device).clamp_min(_SMALLEST).clone()
+        self._checked, self._is_known = self.amax, not self.amax.is_meta
 
     def forget(self) -> None:
         self.amax = self._unknown().to(self.amax.device)

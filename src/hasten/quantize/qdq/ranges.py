@@ -18,6 +18,8 @@ _LEVELS = 128
 # How many places to cut off are tried by entropy and by mean squared error.
 _PLACES = 128
 _PERCENTILE = 99.99
+# torch counts in fp32, in which a bin that has reached this many stays there.
+_COUNTED_AT_ONCE = 2**24
 
 
 class Method(StrEnum):
@@ -56,7 +58,8 @@ class Histogram:
         if self.top == 0.0:
             self.counts[0] += sizes.numel()  # nothing but zeros so far
         else:
-            self.counts += torch.histc(sizes, _BINS, 0.0, self.top).cpu()
+            for part in sizes.split(_COUNTED_AT_ONCE):
+                self.counts += torch.histc(part, _BINS, 0.0, self.top).cpu()
 
     @property
     def centers(self) -> Tensor:

@@ -8,9 +8,10 @@ for the original class, so that inheritance goes on as it was written, and carri
 from __future__ import annotations
 
 import ast
+import copy
 import sys
 import tokenize
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
@@ -90,17 +91,13 @@ def is_rewritten(kind: type) -> bool:
     return _ORIGINAL in vars(kind)
 
 
-def original_of(kind: type) -> type:
-    found: type = getattr(kind, _ORIGINAL, kind)
-    return found
-
-
 def rewrite(
     module: ModuleType, options: Options, inherited: Callable[[type], type | None] = lambda _: None
 ) -> Rewritten:
     """Compile a module's model classes again, with quantizers in them; `inherited` gives rewritten bases of others."""
     tree, file = _parse(module)
     names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    names |= {node.name for node in _under_conditions(tree.body)}
     return _Rewrite(module, tree, Rewritten(file), options, names, inherited).run()
 
 
@@ -120,6 +117,10 @@ class _Rewrite:
         self.namespace[LINEAR] = partial(QuantizedLinear, precision=self.options.precision)
         self.namespace |= {name_of(function): replacement for function, replacement in REPLACEMENTS.items()}
         self.quantizers: dict[str, dict[str, Kind]] = {}
+        for function in _under_conditions(self.tree.body):
+            self._note(function)
+            if problem := self._unseen(function):
+                self.result._problems[function.name] = [problem]
         for node in self.tree.body:
             if isinstance(node, ast.FunctionDef):
                 self._function(node)
@@ -159,6 +160,7 @@ class _Rewrite:
                 owner.home, before = _own_argument(function), set(owner.quantizers)
                 self._rewriter(owner, sums).visit(function)
                 called[function.name] = owner.quantizers.keys() - before
+            owner.problems += filter(None, map(self._unseen, _under_conditions(node.body)))
         self._keep_problems(node.name, owner)
         if owner.quantizers:
             _create(node, owner.quantizers)
@@ -174,6 +176,14 @@ class _Rewrite:
             self.result.classes[original] = made
             setattr(made, _CALLED, called)
         self.namespace[node.name] = made
+
+    def _unseen(self, function: _Function) -> Problem | None:
+        """One that is not compiled anew, where it would come out changed."""
+        owner = Owner("self")
+        self._rewriter(owner, {}).visit(copy.deepcopy(function))
+        if not owner.is_changed and not owner.problems:
+            return None
+        return Problem(f"def {function.name}", function.lineno, "it stands under an 'if', 'try' or 'with'")
 
     def _subclass(self, node: ast.ClassDef, original: type, bases: list[type]) -> type:
         """Its functions alone: what else a class body has is inherited, and means the original classes."""
@@ -221,7 +231,7 @@ class _Rewrite:
                 waiting += sorted(self.result._mentions[name] & self.quantizers.keys())
                 yield name
 
-    def _note(self, node: ast.ClassDef | ast.FunctionDef) -> None:
+    def _note(self, node: ast.ClassDef | _Function) -> None:
         self.result._mentions[node.name] = referenced(node) & self.names - {node.name}
 
     def _keep_problems(self, name: str, owner: Owner) -> None:
@@ -290,6 +300,17 @@ def _functions(node: ast.ClassDef) -> list[_Function]:
             if ast.unparse(decorator).partition("(")[0] not in _DOCUMENTING
         ]
     return functions
+
+
+def _under_conditions(body: Iterable[ast.AST]) -> Iterator[_Function]:
+    """Functions of a module or class that stand neither at its top nor inside of others."""
+    for part in body:
+        if isinstance(part, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+            for inner in ast.iter_child_nodes(part):
+                if isinstance(inner, _Function):
+                    yield inner
+                else:
+                    yield from _under_conditions([inner])
 
 
 def _own_argument(function: _Function) -> str | None:
