@@ -1,4 +1,4 @@
-"""Compile the kernels that write or multiply eight bits for GPUs that are not here: `python compiling.py 90 fp8`.
+"""Compile the kernels for GPUs that are not here, in half precision or with eight bits: `python compiling.py 90 fp8`.
 
 Types and shapes as a model of width 768 asks for them. What Triton's interpreter lets pass, its compiler may not.
 """
@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hasten.kernels import activation, attend, attention, contract, embed, expand, head, multiply, norm, squeeze
+from hasten.kernels import activation, attend, attention, contract, embed, expand, head, multiply, norm, pool, squeeze
 
 WIDTH, INNER, SIZE = 768, 3072, 64
 POINTERS = {
@@ -20,10 +20,14 @@ POINTERS = {
     "factors": "*fp32", "step": "*fp32", "total": "*fp32", "next_total": "*fp32",
 }  # fmt: skip
 FLOATS = ("eps", "scale_of_scores")
-NARROW = {"fp8": ("*fp8e4nv", 448.0), "int8": ("*i8", 127.0)}
+NARROW = {"fp16": ("*fp16", 0.0), "fp8": ("*fp8e4nv", 448.0), "int8": ("*i8", 127.0)}
+# What a program may hold there.
+SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
 
-def compile_for(kernel: Any, capability: int, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
+def compile_for(
+    kernel: Any, capability: int, types: dict[str, str], constants: dict[str, Any], *, fits: bool = True, **options: int
+) -> Any:
     """The kernel's other arguments are halves where they are pointers, and else sizes."""
     signature = {
         name: "constexpr" if name in constants else types.get(name) or POINTERS.get(name) or "*fp16"
@@ -31,18 +35,25 @@ def compile_for(kernel: Any, capability: int, types: dict[str, str], constants: 
     }
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, places)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    if constants.get("is_dependent"):
+        options["launch_pdl"] = True
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    if fits:
+        assert compiled.metadata.shared <= SHARED_BYTES[capability], kernel
+    return compiled
 
 
 def kernels(capability: int, narrow: str) -> None:
     pointer, largest = NARROW[narrow]
     sizes = dict.fromkeys(("rows", "columns", "depth", "width", "tokens", "inner", "out_width", "distances"), "i32")
+    is_dependent = capability >= 90
     for is_uniform in (True, False):
         common = {"largest": largest, "is_uniform": is_uniform}
-        block = {"block": 1024, "is_dependent": False}
-        compile_for(
-            squeeze._squeeze, capability, {**sizes, "out": pointer}, {**common, "rows_at_once": 4, "columns": 512}
-        )
+        block = {"block": 1024, "is_dependent": is_dependent}
+        if largest:
+            compile_for(
+                squeeze._squeeze, capability, {**sizes, "out": pointer}, {**common, "rows_at_once": 4, "columns": 512}
+            )
         compile_for(
             activation._gelu, capability, {**sizes, "out": pointer},
             {**common, "is_tanh": False, "rows_at_once": 4, "columns": 512},
@@ -55,14 +66,14 @@ def kernels(capability: int, narrow: str) -> None:
             embed._embed, capability, {**sizes, "eps": "fp32", "narrow": pointer},
             {**common, **block, "has_kinds": True, "has_norm": True},
         )  # fmt: skip
-    common = {"largest": largest, "is_uniform": narrow == "fp8"}
+    common = {"largest": largest, "is_uniform": narrow != "int8"}
     compile_for(
         attention._attention, capability, {**sizes, "scale": "fp32", "out": pointer},
         {**common, "has_bias": False, "size": SIZE, "block": SIZE, "rows": 64, "keys": 64},
         num_warps=4, num_stages=3,
     )  # fmt: skip
     has_steps = narrow == "int8"
-    few = {**common, "has_steps": has_steps, "is_dependent": False}
+    few = {**common, "has_steps": has_steps, "is_dependent": is_dependent}
     compile_for(
         expand._expand, capability, {**sizes, "eps": "fp32", "weight": pointer},
         {
@@ -85,6 +96,9 @@ def kernels(capability: int, narrow: str) -> None:
                 "columns_at_once": 16, "rows_at_once": 16 if is_many else 1,
             },
         )  # fmt: skip
+    if not largest:
+        compile_for(pool._pool, capability, sizes, {"kind": pool.MEAN, "rows": 32, "columns": 128})
+        return
     for cut in multiply.CUTS:
         for is_squeezed in (True, False):
             compile_for(
@@ -96,7 +110,7 @@ def kernels(capability: int, narrow: str) -> None:
                     "sums_fast": not is_squeezed,
                     "is_even": True, "rows_at_once": cut.rows, "columns_at_once": cut.columns,
                     "depth_at_once": cut.depth, "group": 8,
-                }, num_warps=cut.warps, num_stages=cut.stages,
+                }, num_warps=cut.warps, num_stages=cut.stages, fits=cut == multiply.USUAL,
             )  # fmt: skip
         print(cut, flush=True)
 
