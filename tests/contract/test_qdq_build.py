@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from hasten.builder.inspect import inspect
 from hasten.bundle import Bundle
 from hasten.cli import main
 from hasten.core.errors import AccuracyError, PlanError, UnsupportedError
+from hasten.core.hardware import Gpu, this_machine
 from hasten.core.report import Status
+from hasten.core.variant import Support
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -228,8 +231,29 @@ def test_quantizers_that_no_bundle_runs_are_refused(fitted: Path, no_leftovers: 
     with qdq.patched("fp8"), qdq.calibration("max") as calibrate:
         model = transformers.AutoModelForSequenceClassification.from_pretrained(fitted).eval()
         calibrate(model, [feeds_of(fitted, list(tiny.CORPUS))])
-    with pytest.raises(UnsupportedError, match="round to fp8"):
-        hasten.build(model, no_leftovers, tokenizer=tokenizer_of(fitted))
+    asked = {"tokenizer": tokenizer_of(fitted), "device": "cpu"}
+    with pytest.raises(UnsupportedError, match="round to fp8, and nothing computes in it on the cpu"):
+        hasten.build(model, no_leftovers, **asked)
+    with pytest.raises(PlanError, match=r"qdq cannot be made by quantizers that round to fp8"):
+        hasten.build(model, no_leftovers, tokenizer=tokenizer_of(fitted), variants=OF_QUANTIZERS)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_on_a_gpu_the_fused_kernels_take_their_ranges(
+    precision: str, fitted: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would be tried there; what it computes is tested with the kernels."""
+    gpu = Gpu("NVIDIA H200", 2**37, "9.0", "580")
+    machine = replace(this_machine(), gpus=(gpu,))
+    monkeypatch.setattr("hasten.builder.outline.this_machine", lambda: machine)
+    monkeypatch.setattr("hasten.backends.fused.probe_torch_gpu", lambda _: Support.yes())
+    monkeypatch.setattr("hasten.builder.build._Build.run", lambda build: build.about)
+    with qdq.patched(precision), qdq.calibration("max") as calibrate:
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(fitted).eval()
+        calibrate(model, [feeds_of(fitted, list(tiny.CORPUS))])
+    about = hasten.build(model, tokenizer=tokenizer_of(fitted), data=data, device="cuda")
+    assert f"fused-{precision}+qdq@cuda" in about.contenders
+    assert not about.notes
 
 
 def test_quantizers_where_no_variant_can_be_made_of_them_are_refused(

@@ -156,6 +156,11 @@ class Attempts:
     def _of_module(self, variant: Variant) -> Source:
         """The module, with what a backend needs that quantizes it by itself."""
         source = self.loaded.source
+        if is_of_quantizers(variant):
+            from hasten.builder.quantized import as_given
+
+            assert isinstance(self.loaded, LoadedModel)
+            return replace(source, module=as_given(self.loaded, self.quantized))
         if not is_by_itself(variant):
             return source
         source = replace(source, calibration=self._calibration.rows)

@@ -68,7 +68,12 @@ def build(
     `directory` is where a model lies whose name in the plan is not an address, `quantized` the same model as a module
     with quantizers in it. `is_brief` times the optimal shape alone: enough to choose by.
     """
-    about, given = look(plan, output, force=force, directory=directory, has_quantizers=quantized is not None)
+    rounded = None
+    if quantized is not None:
+        from hasten.builder.quantized import rounds_to
+
+        rounded = rounds_to(quantized)
+    about, given = look(plan, output, force=force, directory=directory, rounded=rounded)
     for note in about.notes:
         logger.warning("%s", note)
     temporary = Path(tempfile.gettempdir())

@@ -26,7 +26,9 @@ from hasten.measure.writing import check_gate
 from hasten.quantize.recipe import Method, Recipe, read_recipe
 from hasten.quantize.ways import (
     ENGINE_OF_QUANTIZERS,
+    FUSED_OF_QUANTIZERS,
     OF_QUANTIZERS,
+    is_of_given_quantizers,
     is_of_quantized_graph,
     is_of_quantizers,
     needs_calibration,
@@ -65,18 +67,18 @@ class Given:
     data: Data | None
     calibration: Data | None
     recipe: Recipe | None
-    # Whether the model comes with quantizers in it, which know their ranges.
-    has_quantizers: bool = False
+    # Where the model comes with quantizers in it, which know their ranges: what they round to.
+    rounded: Precision | None = None
 
     def calibrates(self, variant: Variant) -> bool:
         """Whether making a variant takes rows: a recipe carries all that was found, but for NNCF's."""
         is_found = self.recipe is not None and self.recipe.method is not Method.NNCF
-        is_known = self.has_quantizers and is_of_quantizers(variant)
+        is_known = self.rounded is not None and is_of_quantizers(variant)
         return not is_found and not is_known and needs_calibration(variant)
 
 
 def look(
-    plan: Plan, output: Path | None, *, force: bool, directory: Path | None, has_quantizers: bool = False
+    plan: Plan, output: Path | None, *, force: bool, directory: Path | None, rounded: Precision | None = None
 ) -> tuple[Outline, Given]:
     """The outline, and the rows that were read for it."""
     if output is not None:
@@ -86,11 +88,11 @@ def look(
         # It needs no labels, so those of the columns may be missing.
         read_data(plan.calibration, plan.columns, may_lack_columns=True) if plan.calibration is not None else None,
         read_recipe(Path(plan.recipe)) if plan.recipe is not None else None,
-        has_quantizers,
+        rounded,
     )
     model = find_model(plan, with_weights=False, directory=directory)
     if (writing := find_writing(model, plan)) is not None:
-        if has_quantizers:
+        if rounded is not None:
             raise UnsupportedError(
                 f"{model.id} has quantizers, and of a model that writes they make nothing yet",
                 hint="qdq.disable(model) builds it as a float model",
@@ -101,11 +103,14 @@ def look(
     baseline = MODULE if model.graph is None else GRAPH
     device = device_of(plan, this_machine(), baseline)
     wanted, unavailable = contenders(plan, this_machine(), baseline, device, given.recipe)
-    if OF_QUANTIZERS in wanted and not has_quantizers:
-        raise PlanError(
-            f"{OF_QUANTIZERS} is made by quantizers in the module, and {model.id} has none",
-            hint="hasten.build(model, tokenizer=…) with a model that was made inside qdq.patched()",
-        )
+    for variant in filter(is_of_given_quantizers, wanted):
+        if rounded is None:
+            raise PlanError(
+                f"{variant} is made by quantizers in the module, and {model.id} has none",
+                hint="hasten.build(model, tokenizer=…) with a model that was made inside qdq.patched()",
+            )
+        if variant.precision is not rounded:
+            raise PlanError(f"{variant} cannot be made by quantizers that round to {rounded}, as those of {model.id}")
     if baseline == GRAPH and ENGINE_OF_QUANTIZERS in wanted:
         raise UnsupportedError(
             f"{ENGINE_OF_QUANTIZERS} is made by quantizers in a PyTorch module, and {model.id} comes as an ONNX graph",
@@ -132,8 +137,8 @@ def look(
         check_target(target, force=True)
     further: list[Variant] = []
     if not plan.variants and given.recipe is None:
-        if has_quantizers and device == OF_QUANTIZERS.device:
-            wanted.append(OF_QUANTIZERS)
+        if rounded is not None:
+            wanted += _of_given_quantizers(model, rounded, device)
         further, others = _further(wanted, given, came_in, baseline)
         unavailable += others
         wanted, further = (_of_precision(variants, plan) for variants in (wanted, further))
@@ -142,13 +147,26 @@ def look(
                 f"nothing that is tried on the {device} here computes in {plan.precision}",
                 hint="--dry-run without --precision lists what is",
             )
-    if has_quantizers and not any(map(is_of_quantizers, (*wanted, *further))):
-        made = OF_QUANTIZERS if device == OF_QUANTIZERS.device else ENGINE_OF_QUANTIZERS
+    if rounded is not None and not any(map(is_of_quantizers, (*wanted, *further))):
+        made = OF_QUANTIZERS if (device, rounded) == (CPU, Precision.INT8) else FUSED_OF_QUANTIZERS[rounded]
         notes += (f"the quantizers of {model.id} are not used: {made} is not among what is tried",)
     if given.calibration is not None and not _calibrated((*wanted, *further), given, came_in):
         notes += ("--calibration is not used: nothing that is tried is calibrated",)
     names, later = (tuple(variant.name for variant in variants) for variants in (wanted, further))
     return Outline(model.id, task.name, target, baseline, device, names, later, tuple(unavailable), notes), given
+
+
+def _of_given_quantizers(model: ModelDirectory, rounded: Precision, device: str) -> list[Variant]:
+    """What the quantizers that a model brings make there."""
+    if device == CUDA:
+        fused = FUSED_OF_QUANTIZERS[rounded]
+        return [fused] if BACKENDS.get(fused.backend).probe(this_machine(), fused).ok else []
+    if rounded is not OF_QUANTIZERS.precision:
+        raise UnsupportedError(
+            f"the quantizers of {model.id} round to {rounded}, and nothing computes in it on the {device}",
+            hint="qdq.patched('int8'); or on a GPU, of Ada, Hopper or newer; or qdq.export for the graph alone",
+        )
+    return [OF_QUANTIZERS]
 
 
 def _of_precision(variants: Sequence[Variant], plan: Plan) -> list[Variant]:
@@ -191,7 +209,8 @@ def _further(
 ) -> tuple[list[Variant], list[Candidate]]:
     """What is tried beyond what backends offer, and what is not, with the reason."""
     further, others = ladder(wanted, this_machine())
-    if baseline == GRAPH:  # quantizers have no module to stand in
+    # In a graph quantizers have no module to stand in; and those that a module brings are the ones that are used.
+    if baseline == GRAPH or given.rounded not in (None, ENGINE_OF_QUANTIZERS.precision):
         further = [variant for variant in further if not is_of_quantizers(variant)]
     refused, reason = _not_calibrated(further, given, came_in), _too_few(given)
     if came_in is not Precision.FP32:

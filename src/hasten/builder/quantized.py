@@ -31,23 +31,22 @@ HALF_SCALES = (19, 9)
 
 
 def rounds(model: Any) -> bool:
-    """Whether its quantizers are on; refused where they are and would not round, or to what no bundle runs."""
-    name, found = type(model).__name__, quantizers(model).values()
-    if not any(part.is_enabled for part in found):
+    """Whether its quantizers are on; refused where they are and would not round."""
+    name = type(model).__name__
+    if not any(part.is_enabled for part in quantizers(model).values()):
         logger.warning("all quantizers of %s are off: it is built as the float model that it is", name)
         return False
-    precision = next((part.precision for part in found if part.is_active), None)
-    if precision is None:
+    if rounds_to(model) is None:
         raise PlanError(
             f"the quantizers of {name} are not calibrated",
             hint="qdq.calibration finds their ranges; after qdq.disable(model) it is built as a float model",
         )
-    if precision is not Precision.INT8:
-        raise UnsupportedError(
-            f"the quantizers of {name} round to {precision}, and no backend computes a graph in it",
-            hint="qdq.patched('int8'), or qdq.export for the graph alone",
-        )
     return True
+
+
+def rounds_to(model: Any) -> Precision | None:
+    """What those of its quantizers that are on and calibrated round to."""
+    return next((part.precision for part in quantizers(model).values() if part.is_active), None)
 
 
 def as_given(loaded: LoadedModel, model: Any) -> Exportable:

@@ -57,6 +57,15 @@ def narrowed(weights: Mapping[str, Any], taken: Mapping[str, Taken], dtype: Any,
     return found
 
 
+def narrowed_by(weights: Mapping[str, Any], ranges: Mapping[str, float], dtype: Any) -> dict[str, Any]:
+    """The same by ranges that somebody has found, or trained with; a product without one is kept."""
+    found = dict(weights)
+    for name, most in ranges.items():
+        weight = weights[f"{name}.weight"]
+        found |= _rounded(name, weight, torch.full((1,), LARGEST[dtype] / most, device=weight.device), dtype)
+    return found
+
+
 def most_sensitive(geometry: Geometry, weights: Mapping[str, Any], rows: Batch, dtype: Any) -> list[str]:
     """All products, the one first that alone in eight bits changes the states of a few rows most."""
     taken = watched(geometry, weights, rows)
@@ -77,9 +86,12 @@ def _narrowed(name: str, weight: Any, taken: Taken, dtype: Any) -> dict[str, Any
     """Found where the values are, which may be a GPU, and given back where the weight is."""
     placed = weight.to(taken.most.device)
     factors = _factor(taken.most, dtype) if dtype == FP8 else _factors(placed, taken, dtype)
-    narrow, step = squeeze_weight(placed, factors, dtype)
-    found = {f"{name}.weight": narrow, f"{name}.step": step, f"{name}.factors": factors}
-    return {part: value.to(weight.device) for part, value in found.items()}
+    return {part: value.to(weight.device) for part, value in _rounded(name, placed, factors, dtype).items()}
+
+
+def _rounded(name: str, weight: Any, factors: Any, dtype: Any) -> dict[str, Any]:
+    narrow, step = squeeze_weight(weight, factors, dtype)
+    return {f"{name}.weight": narrow, f"{name}.step": step, f"{name}.factors": factors}
 
 
 def _factor(most: Any, dtype: Any) -> Any:

@@ -132,6 +132,25 @@ def read(model: Any) -> Reading:
     return Reading(geometry, {name: tensor.contiguous() for name, tensor in weights.items()}, head)
 
 
+def ranges(model: Any) -> dict[str, float]:
+    """Of a model with quantizers in it: how large what a product takes may be, where both of its sides are rounded."""
+    family = ARCHITECTURES[model.config.model_type]
+    base, found = getattr(model, model.base_model_prefix, model), {}
+    geometry = _geometry(model.config, family, base)
+    for place in range(1 if geometry.is_shared else geometry.layers):
+        for name, parts in (
+            ("qkv", family.qkv),
+            ("out", (family.out,)),
+            ("up", (family.up,)),
+            ("down", (family.down,)),
+        ):
+            linears = [base.get_submodule(f"{family.layer.format(place)}.{part}") for part in parts]
+            sides = [getattr(linear, f"{side}_quantizer", None) for linear in linears for side in ("input", "weight")]
+            if all(side is not None and side.is_active for side in sides):
+                found[f"{place}.{name}"] = max(float(linear.input_quantizer.amax) for linear in linears)
+    return found
+
+
 def read_dense(layers: Iterable[Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
     """The steps and weights of dense layers behind a pooling, each a product and its activation."""
     steps: list[str] = []

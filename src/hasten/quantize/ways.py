@@ -29,6 +29,9 @@ class Way(StrEnum):
 
 # What quantizers in a module make, which no graph and no recipe could: from one that was given with them …
 OF_QUANTIZERS = Variant("onnxruntime", Precision.INT8, ways=(Way.QDQ,))
+FUSED_OF_QUANTIZERS = {
+    precision: Variant("fused", precision, CUDA, (Way.QDQ,)) for precision in (Precision.INT8, Precision.FP8)
+}
 # … and from any that they can be put into: it is the only int8 that is made for TensorRT.
 ENGINE_OF_QUANTIZERS = Variant("tensorrt", Precision.INT8, CUDA, (Way.QDQ,))
 _CALIBRATORS = {Way(calibrator.value): calibrator for calibrator in Calibrator}
@@ -59,10 +62,9 @@ def check_ways(variant: Variant) -> None:
             f"'{variant}' does not answer: ONNX Runtime's int8 graphs of encoders are for processors"
         )
     if is_of_quantizers(variant):
-        if variant not in (OF_QUANTIZERS, ENGINE_OF_QUANTIZERS):
-            raise PlanError(
-                f"'{variant}': quantizers in a module make {OF_QUANTIZERS}, {ENGINE_OF_QUANTIZERS} and nothing else"
-            )
+        made = (OF_QUANTIZERS, *FUSED_OF_QUANTIZERS.values(), ENGINE_OF_QUANTIZERS)
+        if variant not in made:
+            raise PlanError(f"'{variant}': quantizers in a module make {', '.join(map(str, made))}, and nothing else")
         return
     foreign = [word for word in variant.ways if word not in _UNQUANTIZED.get(variant.backend, ())]
     if foreign and not is_quantized(variant):
@@ -116,6 +118,11 @@ def is_by_itself(variant: Variant) -> bool:
 
 def is_of_quantizers(variant: Variant) -> bool:
     return Way.QDQ in variant.ways
+
+
+def is_of_given_quantizers(variant: Variant) -> bool:
+    """Whether it takes a module that brings them."""
+    return is_of_quantizers(variant) and variant != ENGINE_OF_QUANTIZERS
 
 
 def is_of_quantized_graph(variant: Variant) -> bool:

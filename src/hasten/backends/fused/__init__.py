@@ -37,6 +37,8 @@ _GELU = "gelu"
 _FAST = "fast"
 # Products that stay in half precision.
 _KEEP = "keep"
+# By the ranges of quantizers that stand in the module.
+_QDQ = "qdq"
 
 
 class Fused:
@@ -64,7 +66,7 @@ class Fused:
             needed = ".".join(map(str, oldest))
             return Support.no(f"{variant.precision} needs compute capability {needed}; {gpu.name} has {gpu.capability}")
         if not all(_is_known(way, variant.precision) for way in variant.ways):
-            known = f"'{_GELU}', in eight bits '{_KEEP}N', and in fp8 '{_FAST}'"
+            known = f"'{_GELU}', in eight bits '{_KEEP}N' and '{_QDQ}', and in fp8 '{_FAST}'"
             return Support.no(f"of the ways that variants are made in it knows {known}, and no others")
         return probe_torch_gpu(machine)
 
@@ -123,8 +125,8 @@ class Fused:
 
 def _is_known(way: str, precision: Precision) -> bool:
     """How many products are kept is the builder's business, which says which."""
-    is_kept = precision in NARROW and way.startswith(_KEEP)
-    return way == _GELU or is_kept or (way == _FAST and precision is Precision.FP8)
+    is_of_products = precision in NARROW and (way == _QDQ or way.startswith(_KEEP))
+    return way == _GELU or is_of_products or (way == _FAST and precision is Precision.FP8)
 
 
 def _read(source: Source, variant: Variant) -> Reading:
@@ -151,8 +153,15 @@ def _narrowed(reading: Reading, source: Source, variant: Variant) -> Mapping[str
     """With the weights of products in eight bits, where that is the variant's precision."""
     if variant.precision not in NARROW:
         return reading.weights
-    from hasten.kernels.calibrate import narrowed, watched
+    from hasten.kernels.calibrate import narrowed, narrowed_by, watched
+    from hasten.kernels.weights import ranges
 
+    if _QDQ in variant.ways:
+        module: Any = source.module
+        found = ranges(module.model)
+        if not found:
+            raise StageError("no product of the encoder has quantizers that are on and calibrated")
+        return narrowed_by(reading.weights, found, _narrow(variant))
     with translated(f"{variant} cannot be calibrated"):
         taken = watched(reading.geometry, _placed(reading), _rows(source, variant))
         return narrowed(reading.weights, taken, _narrow(variant), source.keep)
