@@ -80,3 +80,11 @@ def test_no_row_is_broken_in_two(full: Report, width: int, monkeypatch: pytest.M
     assert "3.20×" in text
     assert ("2.88–3.68" in text) == (width > 80)
     assert (WHY in text) == (width > 80)
+
+
+def test_what_loses_nothing_is_told_where_another_was_chosen(full: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    for chosen, is_told in ((USED[0], True), (USED[1], False)):
+        monkeypatch.setattr(console, "out", Console(width=200, file=io.StringIO()))
+        console.print_report(replace(full, chosen=chosen, front=USED[:2]))
+        text = console.out.file.getvalue()
+        assert (f"the fastest that loses nothing: {USED[1]}, 1.00× as long as what was chosen" in text) is is_told

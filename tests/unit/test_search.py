@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hasten.builder.search import Search, Trial, ladder
 from hasten.core.errors import HastenError, InputError, PlanError, StageError, UnsupportedError
 from hasten.core.hardware import this_machine
 from hasten.core.progress import Silent
-from hasten.core.report import Agreement, Bench, Candidate, Metric, Status, Timing, Verdict
+from hasten.core.report import Agreement, Bench, Candidate, Metric, Report, Status, Timing, Verdict
 from hasten.core.statistics import Interval
 from hasten.core.tensors import Shape, Signature
 from hasten.core.variant import Variant
@@ -162,3 +163,11 @@ def test_the_front_leaves_out_what_is_slower_and_no_nearer() -> None:
     candidates = [judged("wrong", 0.8), judged("fast", 0.9), judged("lucky", 0.91), judged("slow", 0.9)]
     assert front(candidates, bench, shape) == ("wrong", "fast")
     assert front(candidates[:1] + candidates[2:], bench, shape) == ("wrong", "lucky")
+
+
+def test_the_end_of_the_front_may_lose_nothing(report: Report) -> None:
+    candidates = (judged("wrong", 0.8), judged("fast", 0.9), judged("near", 0.89))
+    about = replace(report, candidates=candidates)
+    assert about.lossless is None
+    assert replace(about, front=("wrong", "fast")).lossless == "fast"
+    assert replace(about, front=("wrong", "near")).lossless is None

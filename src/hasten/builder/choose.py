@@ -155,9 +155,7 @@ def front(candidates: Sequence[Candidate], bench: Bench, shape: Shape) -> tuple[
     """The variants than which none is both faster and nearer to the original, the fastest first."""
     timings = bench.at(shape)
     judged = [
-        (timings[c.variant].p50_ms, _loss(c.verdict), c.variant)
-        for c in candidates
-        if c.verdict and c.variant in timings
+        (timings[c.variant].p50_ms, c.verdict.loss, c.variant) for c in candidates if c.verdict and c.variant in timings
     ]
     best: list[str] = []
     least = float("inf")
@@ -166,11 +164,3 @@ def front(candidates: Sequence[Candidate], bench: Bench, shape: Shape) -> tuple[
             best.append(variant)
             least = loss
     return tuple(best)
-
-
-def _loss(verdict: Verdict) -> float:
-    """What was lost of the answers: in points of the metric where it is known, in agreement where not.
-
-    A metric above the original's is chance, and no nearer to it than the same.
-    """
-    return max(0.0, verdict.drop) if verdict.drop is not None else 1.0 - verdict.agreement.value

@@ -107,6 +107,11 @@ def _print_used(report: Report, candidates: Sequence[Candidate], shape: Shape) -
     # The end of a long path is the part that tells.
     model = "/".join(report.plan.model.rstrip("/").split("/")[-2:])
     _print(f"{model} at {shape} (batch × tokens), vs {report.bench.baseline}", columns, lines)
+    if (lossless := report.lossless) not in (None, report.chosen):
+        slower = timings[lossless].p50_ms / timings[report.chosen].p50_ms
+        out.print(
+            f"the fastest that loses nothing: {lossless}, {slower:.2f}× as long as what was chosen", highlight=False
+        )
 
 
 def print_busy(bench: Bench) -> None:

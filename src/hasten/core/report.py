@@ -102,6 +102,14 @@ class Verdict:
             return None
         return 100 * (self.reference_metric.value - self.metric.value)
 
+    @property
+    def loss(self) -> float:
+        """What was lost of the answers: in points of the metric where it is known, in agreement where not.
+
+        A metric above the original's is chance, and no nearer to it than the same.
+        """
+        return max(0.0, self.drop) if self.drop is not None else 1.0 - self.agreement.value
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -217,3 +225,10 @@ class Report:
     front: tuple[str, ...] = ()
     # What a person should know about the data it was judged on.
     notes: tuple[str, ...] = ()
+
+    @property
+    def lossless(self) -> str | None:
+        """The fastest variant that loses nothing: the end of the front, unless that loses something too."""
+        verdicts = {candidate.variant: candidate.verdict for candidate in self.candidates}
+        last = verdicts[self.front[-1]] if self.front else None
+        return last.variant if last is not None and last.loss == 0.0 else None
