@@ -38,7 +38,12 @@ _LAST = {
     )
 }
 # Those that are mended, product by product, where they fail.
-_MENDED = tuple(map(Variant.parse, ("onnxruntime-int8+attention+smooth+split", "fused-fp8@cuda", "fused-int8@cuda")))
+_MENDED = tuple(
+    map(
+        Variant.parse,
+        ("onnxruntime-int8+attention+smooth+split", "fused-fp8+gelu@cuda", "fused-fp8@cuda", "fused-int8@cuda"),
+    )
+)
 # Packages that a method takes, beside those that running what it makes takes; each is an extra of its own name.
 _NEEDS = {Method.NNCF: "nncf"}
 
