@@ -296,9 +296,9 @@ import ray
 from ray import serve
 ray.init(address=sys.argv[1], log_to_driver=False)
 def running():
-    (application,) = serve.status().applications.values()
-    (deployment,) = application.deployments.values()
-    return deployment.replica_states.get("RUNNING", 0)
+    # One that was just deployed has none yet.
+    deployments = [each for one in serve.status().applications.values() for each in one.deployments.values()]
+    return sum(each.replica_states.get("RUNNING", 0) for each in deployments)
 while running() != int(sys.argv[2]):
     time.sleep(0.1)
 """
