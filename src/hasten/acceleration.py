@@ -17,7 +17,8 @@ import numpy as np
 
 from hasten.backends.fused import BACKEND, HOPPER, OLDEST
 from hasten.backends.fused.session import CUDA
-from hasten.core.errors import AccuracyError, InputError, UnsupportedError
+from hasten.core.buckets import check_ids
+from hasten.core.errors import AccuracyError, UnsupportedError
 from hasten.core.hardware import this_machine
 from hasten.core.tensors import Batch, BoolArray, IntArray
 
@@ -216,7 +217,8 @@ class FusedForward:
         for name, table, found in (
             ("token", "words", values[_IDS]), ("place", "places", places), ("token type", "kinds", values.get(_TYPES)),
         ):  # fmt: skip
-            self._check_values(name, table, found)
+            if found is not None:
+                check_ids(name, found, len(self._weights[table]))
         # In the caller's mode, who may go on with it as with any tensor.
         with torch.no_grad():
             shape, dtype = (ids.numel(), self._geometry.width), self._base.get_input_embeddings().weight.dtype
@@ -237,14 +239,6 @@ class FusedForward:
         is_word = ids != padding
         counted: IntArray = np.cumsum(is_word, axis=1) * is_word + padding
         return counted[is_seen]
-
-    def _check_values(self, name: str, table: str, found: IntArray | None) -> None:
-        """The kernels would read past the end of a table."""
-        if found is None:
-            return
-        least, most, size = found.min(initial=0), found.max(initial=0), len(self._weights[table])
-        if least < 0 or most >= size:
-            raise InputError(f"the {name} {least if least < 0 else most} is beyond the model's {size}")
 
     def _fill(self, whole: Any, batch: Batch, places: IntArray, where: IntArray) -> None:
         """The states of all tokens into their rows of `whole`, as many at a time as may run at once."""

@@ -86,7 +86,7 @@ def test_ids_beyond_the_models_tables_are_refused(tmp_path: Path) -> None:
     for token in (50, -1):
         batch = batch_of(4)
         batch.values["input_ids"][2] = token
-        with pytest.raises(InputError, match=f"'input_ids' has {token}, and the model knows 50"):
+        with pytest.raises(InputError, match=f"the token {token} is beyond the model's 50"):
             ours.run(batch)
 
 

@@ -83,6 +83,9 @@ def test_no_row_is_broken_in_two(full: Report, width: int, monkeypatch: pytest.M
 
 
 def test_what_loses_nothing_is_told_where_another_was_chosen(full: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, *candidates = full.candidates
+    lossy = replace(candidates[0].verdict, metric=replace(candidates[0].verdict.metric, value=0.9))
+    full = replace(full, candidates=(original, replace(candidates[0], verdict=lossy), *candidates[1:]))
     for chosen, is_told in ((USED[0], True), (USED[1], False)):
         monkeypatch.setattr(console, "out", Console(width=200, file=io.StringIO()))
         console.print_report(replace(full, chosen=chosen, front=USED[:2]))

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-onnx = pytest.importorskip("onnx")
-ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("transformers")
 
 from hasten.core.errors import InputError, PlanError, StageError  # noqa: E402
@@ -200,6 +198,7 @@ def test_weights_that_move_are_not_looked_at_by_the_host(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("channels", [None, 64])
 def test_modules_round_as_graphs_do(channels: int | None) -> None:
     """To the same step each time, halfway between two of them and a digit beside it too."""
+    onnx, ort = (pytest.importorskip(name, reason="graphs are run by it") for name in ("onnx", "onnxruntime"))
     steps = torch.arange(-140, 140) + 0.5
     ranges = torch.linspace(0.1, 9.0, 64)
     halves = steps * (ranges / 127)[:, None]

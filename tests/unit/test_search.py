@@ -171,3 +171,7 @@ def test_the_end_of_the_front_may_lose_nothing(report: Report) -> None:
     assert about.lossless is None
     assert replace(about, front=("wrong", "fast")).lossless == "fast"
     assert replace(about, front=("wrong", "near")).lossless is None
+    # Of vectors nothing is ever quite the same.
+    agreement = Agreement("mean cosine", 1 - 1e-8, 1000, 0.0, 0.0, 1.0)
+    nearly = Candidate("nearly", Status.ELIGIBLE, "because", Verdict("nearly", True, "because", agreement))
+    assert replace(about, candidates=(nearly,), front=("nearly",)).lossless == "nearly"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hasten.core.errors import StageError
+from hasten.core.errors import InputError, StageError
 from hasten.core.tensors import ATTENTION_MASK, BATCH, Batch, FloatArray, IntArray, Shape, Signature, real_positions
 
 # Steps up to a power of two, half of which lie below the power before: a batch costs at most half more rows, or an
@@ -31,6 +31,13 @@ def check_lengths(batch: Batch, signature: Signature) -> None:
     longest = int(batch.lengths.max(initial=0))
     if longest > signature.max_length:
         raise StageError(f"a row has {longest} tokens, and the model takes {signature.max_length}")
+
+
+def check_ids(name: str, ids: IntArray, size: int) -> None:
+    """Nor is an id noticed that a table of so many rows does not have."""
+    least, most = ids.min(initial=0), ids.max(initial=0)
+    if least < 0 or most >= size:
+        raise InputError(f"the {name} {least if least < 0 else most} is beyond the model's {size}")
 
 
 def fill(batch: Batch, signature: Signature, room: Shape) -> dict[str, IntArray]:

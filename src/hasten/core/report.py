@@ -12,6 +12,9 @@ from hasten.core.plan import Plan
 from hasten.core.statistics import Interval
 from hasten.core.tensors import Shape
 
+# By as much as this vectors differ that were added up in another order.
+_NOTHING = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -228,7 +231,6 @@ class Report:
 
     @property
     def lossless(self) -> str | None:
-        """The fastest variant that loses nothing: the end of the front, unless that loses something too."""
-        verdicts = {candidate.variant: candidate.verdict for candidate in self.candidates}
-        last = verdicts[self.front[-1]] if self.front else None
-        return last.variant if last is not None and last.loss == 0.0 else None
+        """The fastest variant that loses nothing, if one does."""
+        losses = {one.variant: one.verdict.loss for one in self.candidates if one.verdict is not None}
+        return next((name for name in self.front if losses[name] <= _NOTHING), None)

@@ -33,6 +33,11 @@ class Architecture:
     counts_from_padding: bool = False
     names: Mapping[str, str] | None = None  # of the configuration's fields, where they are its own
 
+    @property
+    def products(self) -> dict[str, tuple[str, ...]]:
+        """Of a layer, by our names: the linear layers that are one product here."""
+        return {"qkv": self.qkv, "out": (self.out,), "up": (self.up,), "down": (self.down,)}
+
 
 _BERT = Architecture(
     scores=("{base}.pooler.dense", "tanh", "classifier"),
@@ -138,12 +143,7 @@ def ranges(model: Any) -> dict[str, float]:
     base, found = getattr(model, model.base_model_prefix, model), {}
     geometry = _geometry(model.config, family, base)
     for place in range(1 if geometry.is_shared else geometry.layers):
-        for name, parts in (
-            ("qkv", family.qkv),
-            ("out", (family.out,)),
-            ("up", (family.up,)),
-            ("down", (family.down,)),
-        ):
+        for name, parts in family.products.items():
             linears = [base.get_submodule(f"{family.layer.format(place)}.{part}") for part in parts]
             sides = [getattr(linear, f"{side}_quantizer", None) for linear in linears for side in ("input", "weight")]
             if all(side is not None and side.is_active for side in sides):
@@ -220,12 +220,11 @@ def _layer(state: Mapping[str, Any], family: Architecture, place: int) -> dict[s
     import torch
 
     prefix = family.layer.format(place)
-    found = {
-        f"{place}.qkv.{part}": torch.cat([state[f"{prefix}.{name}.{part}"] for name in family.qkv])
-        for part in ("weight", "bias")
-    }
-    for ours, theirs in (("out", family.out), ("up", family.up), ("down", family.down)):
-        found |= {f"{place}.{ours}.{part}": state[f"{prefix}.{theirs}.{part}"] for part in ("weight", "bias")}
+    found = {}
+    for ours, names in family.products.items():
+        for part in ("weight", "bias"):
+            first, *others = (state[f"{prefix}.{name}.{part}"] for name in names)
+            found[f"{place}.{ours}.{part}"] = torch.cat([first, *others]) if others else first
     for ours, theirs in (("middle", family.middle), ("end", family.end)):
         found[f"{place}.{ours}.scale"] = state[f"{prefix}.{theirs}.weight"]
         found[f"{place}.{ours}.shift"] = state[f"{prefix}.{theirs}.bias"]

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from hasten.backends import Artifact, OpenSession
-from hasten.core.buckets import check_lengths
-from hasten.core.errors import HastenError, InputError, StageError
+from hasten.core.buckets import check_ids, check_lengths
+from hasten.core.errors import HastenError, StageError
 from hasten.core.tensors import MASKS, Batch, FloatArray, Layout, Outputs, SessionSpec, gather
 from hasten.core.variant import Precision
 
@@ -31,7 +31,8 @@ ABOUT = "fused.json"
 DTYPES = {Precision.FP16: "float16", Precision.BF16: "bfloat16"}
 # What products are computed in, where it is not what all else is.
 NARROW = {Precision.FP8: "float8_e4m3fn", Precision.INT8: "int8"}
-_TABLES = {"input_ids": "words", "token_type_ids": "kinds"}
+# What the columns of a batch are called, and the tables that they are looked up in.
+_TABLES = {"input_ids": ("token", "words"), "token_type_ids": ("token type", "kinds")}
 _CLS, _LAST = "cls", "lasttoken"
 
 
@@ -107,7 +108,9 @@ class FusedSession(OpenSession):
             raise StageError("the session is closed")
         signature, tokens = self.spec.signature, batch.tokens
         check_lengths(batch, signature)
-        self._check_ids(batch)
+        for column, (name, table) in _TABLES.items():
+            if column in batch.values and table in self._weights:
+                check_ids(name, batch.values[column], len(self._weights[table]))
         masks = signature.counts(signature.outputs[0], batch) if self._is_of_masks else None
         is_few = tokens <= MOST_TOKENS and (masks is None or int(masks.sum()) <= MOST_PICKED)
         with translated(f"a batch of {len(batch)} failed"):
@@ -115,16 +118,6 @@ class FusedSession(OpenSession):
                 return self._outputs(self.lane.replay(*self._packing(batch, tokens)), batch)
             rows = parts(batch.lengths, MOST_TOKENS, masks)
             return gather(list(zip(rows, self._in_turn(map(batch.take, rows)), strict=True)), batch, signature)
-
-    def _check_ids(self, batch: Batch) -> None:
-        """The kernels would read past the end of a table."""
-        for name, table in _TABLES.items():
-            ids = batch.values.get(name)
-            if ids is None or table not in self._weights:
-                continue
-            least, most, size = ids.min(initial=0), ids.max(initial=0), len(self._weights[table])
-            if least < 0 or most >= size:
-                raise InputError(f"'{name}' has {least if least < 0 else most}, and the model knows {size}")
 
     def tune(self, folder: Path | None = None) -> None:
         """For all sizes of batches; kept there, or in the cache."""
