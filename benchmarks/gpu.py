@@ -126,7 +126,7 @@ def main() -> None:
             if name == STREAMED and args.lengths is not None:
                 lengths = [int(line) for line in args.lengths.read_text().split()]
                 results["stream"] = stream(lengths, model, sessions)
-                print(results["stream"], flush=True)
+                print({name: value for name, value in results["stream"].items() if name != "kernels"}, flush=True)
                 write(results, args.output)
         torch.compiler.reset()
 
@@ -277,7 +277,7 @@ def study(
             "alone_ms": {lane: spread(values) for lane, values in alone.items() if values},
             "device_ms": by_clock,
             "pruned_device_ms": pruned,
-            "kernels": {lane: kernels(session, batch) for lane, session in own.items()},
+            "kernels": {lane: kernels(replaying(session, batch)) for lane, session in own.items()},
             "memory_bytes": dict(memory),
         }
 
@@ -362,12 +362,16 @@ def device_ms(session: FusedSession, batch: Batch) -> dict[str, float]:
     return spread(taken)
 
 
-def kernels(session: FusedSession, batch: Batch) -> list[dict[str, Any]]:
-    """What runs on the device for one batch, each kernel's whole time first: where it goes."""
+def replaying(session: FusedSession, batch: Batch) -> Callable[[], Any]:
     session.run(batch)
+    return session.lane.replay.last.replay
+
+
+def kernels(ask: Callable[[], Any], runs: int = RUNS) -> list[dict[str, Any]]:
+    """What runs on the device for one batch, each kernel's whole time first: where it goes."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(RUNS):
-            session.lane.replay.last.replay()
+        for _ in range(runs):
+            ask()
         synchronize()
     found: dict[str, list[float]] = {}
     for event in profile.events():
@@ -375,46 +379,61 @@ def kernels(session: FusedSession, batch: Batch) -> list[dict[str, Any]]:
     rows = [
         {
             "kernel": name,
-            "launches": round(len(taken) / RUNS),
+            "launches": round(len(taken) / runs),
             "us": float(np.mean(taken)),
-            "ms": sum(taken) / RUNS / 1e3,
+            "ms": sum(taken) / runs / 1e3,
         }
         for name, taken in found.items()
-        if len(taken) >= RUNS and sum(taken)
+        if len(taken) >= runs and sum(taken)
     ]
     return sorted(rows, key=lambda row: -row["ms"])
 
 
 def stream(lengths: Sequence[int], model: Any, sessions: Mapping[str, Session]) -> dict[str, Any]:
-    """Texts of mixed lengths: sorted, and in batches of 32 for those who pad; pruning is off."""
-    set_pruning(sessions, prunes=False)
+    """Texts of mixed lengths: sorted, and in batches of 32 for those who pad; beside it what pruning gains."""
     batch = random_batch(lengths)
     order = np.argsort(batch.lengths, kind="stable")
     parts = [batch.take(rows) for rows in np.array_split(order, max(1, len(order) // 32))]
     whole = batch.take(order)
     expected = np.concatenate([expected_of(model, part) for part in parts])
+    own = {name: session for name, session in sessions.items() if isinstance(session, FusedSession)}
 
     def lane(session: Session) -> Callable[[], Any]:
         if isinstance(session, FusedSession):
             return lambda: session.run(whole)["logits"]
         return lambda: np.concatenate([session.run(part)["logits"] for part in parts])
 
+    def alternating(lanes: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
+        times: dict[str, list[float]] = {name: [] for name in lanes}
+        for ask in lanes.values():
+            ask()
+        for _ in range(ROUNDS if torch.cuda.is_available() else 1):
+            for name, ask in lanes.items():
+                synchronize()
+                begin = time.perf_counter()
+                ask()
+                synchronize()
+                times[name].append((time.perf_counter() - begin) * 1e3)
+        return times
+
+    set_pruning(sessions, prunes=False)
     lanes = {name: lane(session) for name, session in sessions.items()}
     errors = {name: error(ask(), expected) for name, ask in lanes.items()}
     lanes = {name: ask for name, ask in lanes.items() if errors[name] <= largest_error(name)}
-    times: dict[str, list[float]] = {name: [] for name in lanes}
-    for ask in lanes.values():
-        ask()
-    for _ in range(ROUNDS if torch.cuda.is_available() else 1):
-        for name, ask in lanes.items():
-            synchronize()
-            begin = time.perf_counter()
-            ask()
-            synchronize()
-            times[name].append((time.perf_counter() - begin) * 1e3)
-    about = {"model": STREAMED, "texts": len(lengths), "tokens": batch.tokens, "errors": errors}
-    ranges = {name: [min(taken), max(taken)] for name, taken in times.items()}
-    return {**about, "ms": {name: float(np.median(taken)) for name, taken in times.items()}, "range_ms": ranges}
+    times = alternating(lanes)
+    found = {name: kernels(ask, 1) for name, ask in lanes.items() if name in own and torch.cuda.is_available()}
+    set_pruning(sessions, prunes=True)
+    pruned = alternating({name: ask for name, ask in lanes.items() if name in own})
+    return {
+        "model": STREAMED,
+        "texts": len(lengths),
+        "tokens": batch.tokens,
+        "errors": errors,
+        "ms": {name: float(np.median(taken)) for name, taken in times.items()},
+        "range_ms": {name: [min(taken), max(taken)] for name, taken in times.items()},
+        "pruned_ms": {name: float(np.median(taken)) for name, taken in pruned.items()},
+        "kernels": found,
+    }
 
 
 def random_batch(lengths: Sequence[int], seed: int = 0) -> Batch:

@@ -10,17 +10,18 @@ import logging
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial, update_wrapper
 from typing import Any, TypeVar
 
 import numpy as np
 
-from hasten.backends.fused import BACKEND, HOPPER, OLDEST
+from hasten.backends.fused import BACKEND, HOPPER
 from hasten.backends.fused.session import CUDA
 from hasten.core.buckets import check_ids
 from hasten.core.errors import AccuracyError, UnsupportedError
 from hasten.core.hardware import this_machine
-from hasten.core.tensors import Batch, BoolArray, IntArray
+from hasten.core.tensors import Batch, BoolArray, IntArray, within
 
 Model = TypeVar("Model")
 
@@ -39,7 +40,11 @@ def accelerate(model: Model, *, dtype: Any = None) -> Model:
     `model` is one of transformers, a SentenceTransformer or a CrossEncoder, on a CUDA device. Its weights stay, beside
     a copy of the encoder's in half precision. They are read now: after you change them, accelerate it again.
     """
-    support = BACKEND.probe(this_machine())
+    base = bare_model(model)
+    devices = sorted({str(parameter.device) for parameter in base.parameters()})
+    machine = this_machine()
+    # The GPU that the model lies on, which need not be the first.
+    support = BACKEND.probe(replace(machine, gpus=machine.gpus[_place(*devices[:1]) :]))
     if not support.ok:
         raise UnsupportedError(f"accelerating needs the backend 'fused': {support.reason}", hint=support.hint or None)
     import torch
@@ -47,15 +52,15 @@ def accelerate(model: Model, *, dtype: Any = None) -> Model:
     chosen = torch.float16 if dtype is None else dtype
     if chosen not in (torch.float16, torch.bfloat16):
         raise UnsupportedError(f"the fused kernels compute in torch.float16 or torch.bfloat16, not in {chosen}")
-    base = bare_model(model)
-    devices = sorted({str(parameter.device) for parameter in base.parameters()})
     if len(devices) != 1 or not devices[0].startswith(CUDA):
         raise UnsupportedError(f"the model lies on {', '.join(devices)}", hint="move it to one GPU: model.to('cuda')")
-    capability = torch.cuda.get_device_capability(devices[0])
-    if capability < OLDEST:
-        raise UnsupportedError(f"the fused kernels need compute capability 8.0, and {devices[0]} has {capability}")
     attach(base, chosen)
     return model
+
+
+def _place(device: str = "") -> int:
+    name, _, place = device.partition(":")
+    return int(place) if name == CUDA and place else 0
 
 
 def restore(model: Model) -> Model:
@@ -244,11 +249,18 @@ class FusedForward:
         """The states of all tokens into their rows of `whole`, as many at a time as may run at once."""
         import torch
 
-        from hasten.kernels.packing import MOST_TOKENS, Bucket, pack, parts
+        from hasten.kernels.packing import MOST_TOKENS, PART_TOKENS, Bucket, pack, parts
 
-        index = torch.from_numpy(where).to(self._device) if len(where) < len(whole) else None
+        together: list[IntArray | None] = [None]
+        if batch.tokens > MOST_TOKENS:
+            chosen = parts(batch.lengths, PART_TOKENS)
+            starts = np.cumsum(batch.lengths) - batch.lengths
+            order = np.concatenate([within(starts[rows], batch.lengths[rows]) for rows in chosen])
+            places, where, together = places[order], where[order], [*chosen]
+        is_whole = len(together) == 1 and len(where) == len(whole)
+        index = None if is_whole else torch.from_numpy(where).to(self._device)
         begin = 0
-        for rows in parts(batch.lengths, MOST_TOKENS) if batch.tokens > MOST_TOKENS else [None]:
+        for rows in together:
             part = batch if rows is None else batch.take(rows)
             end, bucket = begin + part.tokens, Bucket.of(part.tokens, len(part))
             fill = partial(pack, batch=part, bucket=bucket, places=places[begin:end])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,28 @@ def test_batched_equals_single(session: Session, variant: Variant) -> None:
     together = session.run(batch)["logits"]
     alone = [session.run(batch.take(np.array([row])))["logits"] for row in range(len(batch))]
     assert_close(together, np.concatenate(alone), variant.precision)
+
+
+def test_sessions_of_several_threads_do_not_disturb_each_other(variant: Variant, sources: Any, tmp_path: Path) -> None:
+    """Sizes that none of them has seen yet: on a GPU each records graphs while the others compute."""
+    if variant.backend == "inductor":
+        pytest.skip("a compilation for each takes minutes")
+    loaded, _ = sources["per row"]
+    artifact = make(variant, sources, "per row", tmp_path)
+    batches = [batch_of([length] * rows, seed=length) for rows, length in [(1, 3), (2, 20), (4, 33), (8, 50), (3, 64)]]
+    expected = [reference(loaded, batch) for batch in batches]
+
+    def ask(turn: int) -> list[np.ndarray]:
+        # Each begins with another, so that what one knows another is recording.
+        places = np.roll(np.arange(len(batches)), turn).tolist()
+        with open_artifact(artifact) as session:
+            found = {place: session.run(batches[place])["logits"] for place in places * 3}
+        return [found[place] for place in range(len(batches))]
+
+    with ThreadPoolExecutor(3) as threads:
+        for answers in threads.map(ask, range(3)):
+            for ours, theirs in zip(answers, expected, strict=True):
+                assert_close(ours, theirs, variant.precision)
 
 
 def test_says_what_it_is(session: Session, sources: Any, variant: Variant) -> None:

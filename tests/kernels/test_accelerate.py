@@ -193,6 +193,7 @@ def test_more_tokens_than_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = ask(model, **feeds).last_hidden_state
     accelerated(model)
     monkeypatch.setattr(packing, "MOST_TOKENS", 16)
+    monkeypatch.setattr(packing, "PART_TOKENS", 16)
     check(ask(model, **feeds).last_hidden_state, expected, feeds["attention_mask"])
 
 

@@ -132,6 +132,7 @@ def test_more_tokens_than_run_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     module = Exportable(model_of("Roberta", "Model", layers=FEW_LAYERS), INPUTS, ["last_hidden_state"])
     theirs, ours = both(module, signature_of("last_hidden_state", per_token=True), tmp_path)
     monkeypatch.setattr(packing, "MOST_TOKENS", 9)
+    monkeypatch.setattr(packing, "PART_TOKENS", 9)
     batch = batch_of(5, 9, 3, 3, 8, 1, 7)
     compare(theirs, ours, batch)
     # What fails in the middle leaves nothing behind.

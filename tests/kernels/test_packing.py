@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hasten.core.tensors import Batch
+from hasten.kernels import packing
 from hasten.kernels.encoder import TILE
-from hasten.kernels.packing import Bucket, pack, places_of, unpack
+from hasten.kernels.packing import Bucket, pack, parts, places_of, unpack
 
 FIRST = 2
 
@@ -69,3 +70,22 @@ def test_a_padding_token_has_no_place_of_its_own() -> None:
     whole = np.zeros(sum((bucket := Bucket.of(6, 2)).sizes), np.int32)
     pack(whole, batch, bucket, FIRST, places)
     assert unpack(torch.from_numpy(whole), bucket).places[:6].tolist() == places.tolist()
+
+
+def test_parts_hold_every_row_once_and_hardly_leave_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MOST_PICKED", 9)
+    random = np.random.default_rng(0)
+    for count in (1, 2, 50, 700):
+        lengths = random.integers(1, 65, count, dtype=np.int32)
+        picked = random.integers(0, 4, count)
+        for chosen in (None, picked):
+            found = parts(lengths, 1000, chosen)
+            assert sorted(np.concatenate(found).tolist()) == list(range(count))
+            assert all(lengths[rows].sum() <= 1000 for rows in found)
+            assert chosen is None or all(chosen[rows].sum() <= 9 for rows in found)
+        # Rows in their order would leave half a row free in every part, and need one more of 24.
+        assert len(parts(lengths, 1000)) == -(-lengths.sum() // 1000)
+
+
+def test_a_row_that_is_larger_than_a_part_goes_alone() -> None:
+    assert [rows.tolist() for rows in parts(np.array([3, 12, 5], np.int32), 8)] == [[1], [2, 0]]

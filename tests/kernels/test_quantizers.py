@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from encoders import EIGHT_BITS, SIZES, batch_of, model_of, opened
+from encoders import DEVICE, EIGHT_BITS, SIZES, batch_of, model_of, opened
 from hasten.backends import Source
 from hasten.backends.fused import BACKEND
 from hasten.builder.head import Exportable
@@ -30,6 +30,9 @@ SIGNATURE = Signature(
 # More than the kernels for few tokens take, which round weights alone.
 MANY = batch_of(70, 1, 60)
 precisions = pytest.mark.parametrize("precision", ["int8", "fp8"])
+# What is computed in fp16 between the products takes one value in twenty to the step beside; with ranges other than the
+# module's the two would be further apart than rounding itself is from the original.
+NEAR = 0.5 if DEVICE == "cuda" else 0.2
 
 
 def feeds_of(batch: Batch) -> dict[str, Any]:
@@ -69,7 +72,7 @@ def test_it_rounds_as_the_module_does(precision: str, tmp_path: Path) -> None:
         share_steps(model)
     rounding = distance(states(model, MANY), states(plain, MANY))
     assert rounding > 1e-3
-    assert distance(found, states(model, MANY)) < 0.2 * rounding
+    assert distance(found, states(model, MANY)) < NEAR * rounding
 
 
 def share_steps(model: Any) -> None:

@@ -14,7 +14,6 @@ from hasten.core.cache import cache_directory
 from hasten.core.hardware import (
     Gpu,
     Machine,
-    _visible,
     library_versions,
     peak_memory_bytes,
     this_machine,
@@ -109,12 +108,3 @@ def test_the_cache_is_where_the_environment_says(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert cache_directory() == Path(expected)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "found"),
-    [(None, "abc"), ("", ""), ("-1", ""), ("1", "b"), ("2,0", "ca"), ("0,9,1", "a"), ("GPU-5e2f", "abc")],
-)
-def test_gpus_that_are_hidden_are_not_there(wanted: str | None, found: str) -> None:
-    gpus = [Gpu(name, 2**34, "9.0", "580") for name in "abc"]
-    assert "".join(gpu.name for gpu in _visible(gpus, wanted)) == found

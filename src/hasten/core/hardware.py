@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from itertools import takewhile
 from pathlib import Path
 
+from hasten.core import driver
 from hasten.core.cgroup import cpu_quota, memory_left_bytes
 
 # Only what decides which variant can run or wins. The kernel's names on the left, ours on the right.
@@ -81,7 +79,7 @@ def this_machine() -> Machine:
         instructions=tuple(ours for theirs, ours in _INSTRUCTIONS.items() if theirs in flags),
         cores=usable_cores(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        gpus=_gpus(),
+        gpus=tuple(Gpu(**found) for found in driver.visible()),
         python=platform.python_version(),
         libraries=library_versions(),
     )
@@ -169,32 +167,6 @@ _ARM_PARTS = {
 def _arm_name(cpuinfo: str) -> str:
     part = re.search(r"^CPU part\s*:\s*(\S+)$", cpuinfo, re.MULTILINE)
     return _ARM_PARTS.get(part[1], f"Arm part {part[1]}") if part else "unknown"
-
-
-def _gpus() -> tuple[Gpu, ...]:
-    if not shutil.which("nvidia-smi"):
-        return ()
-    listing = _output(
-        "nvidia-smi",
-        "--query-gpu=name,memory.total,compute_cap,driver_version",
-        "--format=csv,noheader,nounits",
-    )
-    gpus = []
-    for line in listing.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 4 and fields[1].isdigit():
-            gpus.append(Gpu(fields[0], int(fields[1]) * 2**20, fields[2], fields[3]))
-    return _visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def _visible(gpus: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
-    """Those that CUDA will show: nvidia-smi lists all. Names that are no numbers are left to CUDA."""
-    places = [place.strip() for place in (wanted or "").split(",")]
-    if wanted is None or not all(place.lstrip("-").isdigit() or not place for place in places):
-        return tuple(gpus)
-    # At the first that is none, it stops.
-    found = takewhile(lambda place: place.isdigit() and int(place) < len(gpus), places)
-    return tuple(gpus[int(place)] for place in found)
 
 
 def _output(*command: str) -> str:

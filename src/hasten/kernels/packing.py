@@ -13,8 +13,10 @@ from hasten.core.tensors import Batch, IntArray
 from hasten.kernels.attention import tiles
 from hasten.kernels.encoder import TILE, Packed
 
-# Tokens that run at once, and of those the ones that are picked; more are run in parts.
+# Tokens that run at once, and of those the ones that are picked; more are run in parts, which are fastest where what
+# one kernel leaves to the next stays in the GPU's cache.
 MOST_TOKENS = 16384
+PART_TOKENS = 8192
 MOST_PICKED = 256
 _SMALLEST = 16
 
@@ -46,18 +48,28 @@ def round_up(tokens: int) -> int:
 
 
 def parts(lengths: IntArray, most: int, picked: IntArray | None = None) -> list[IntArray]:
-    """Rows in their order, with at most so many tokens at a time; `picked` counts each one's picked tokens."""
-    found: list[list[int]] = [[]]
-    tokens = chosen = 0
-    counts = [0] * len(lengths) if picked is None else picked.tolist()
-    for row, (length, count) in enumerate(zip(lengths.tolist(), counts, strict=True)):
-        if found[-1] and (tokens + length > most or chosen + count > MOST_PICKED):
-            found.append([])
-            tokens = chosen = 0
-        found[-1].append(row)
-        tokens += length
-        chosen += count
-    return [np.array(rows) for rows in found]
+    """Rows with at most so many tokens at a time, long ones first; `picked` counts each one's picked tokens.
+
+    Those of a part are of nearly one length, and short ones fill what room is left.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    tokens = lengths[order].tolist()
+    chosen = [0] * len(tokens) if picked is None else picked[order].tolist()
+    found: list[IntArray] = []
+    begin, end = 0, len(order)
+    while begin < end:
+        # One is taken in any case: there are sequences of as many tokens.
+        room, free = most - tokens[begin], MOST_PICKED - chosen[begin]
+        here = begin + 1
+        while here < end and tokens[here] <= room and chosen[here] <= free:
+            room, free, here = room - tokens[here], free - chosen[here], here + 1
+        last = end
+        while last > here and tokens[last - 1] <= room and chosen[last - 1] <= free:
+            last -= 1
+            room, free = room - tokens[last], free - chosen[last]
+        found.append(np.concatenate((order[begin:here], order[last:end])))
+        begin, end = here, last
+    return found
 
 
 def places_of(batch: Batch, first_place: int) -> IntArray | None:

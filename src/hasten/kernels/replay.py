@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hasten.core.recording import recording
 from hasten.core.tensors import IntArray
 from hasten.kernels.counters import recorded
 from hasten.kernels.packing import Bucket
@@ -20,8 +20,6 @@ from hasten.kernels.products import Products
 Fill = Callable[[IntArray], None]
 # Each holds some of the driver's memory.
 MOST_GRAPHS = 256
-# Sessions of several threads record one at a time: what one allocates meanwhile would be an error in the other.
-recording = threading.Lock()
 
 
 class Replay:
@@ -83,7 +81,7 @@ class Replay:
         """Those that were not used for long make room."""
         graph = self._graphs.pop(bucket, None)
         if graph is None:
-            with recording, garbage_kept():
+            with recording.alone(), garbage_kept():
                 graph = _Graph(self._compute, bucket, self.stream, self._products, self._pool, self._outbox)
             self._pool = graph.pool
         self._graphs[bucket] = graph

@@ -23,13 +23,14 @@ from triton.runtime.errors import OutOfResources
 
 from hasten.core.cache import cache_directory
 from hasten.core.errors import StageError
+from hasten.core.recording import recording
 from hasten.core.tensors import Batch
 from hasten.core.version import __version__
 from hasten.kernels.counters import recorded
 from hasten.kernels.encoder import Encoder
 from hasten.kernels.packing import MOST_TOKENS, Bucket, pack, round_up, unpack
 from hasten.kernels.products import ALGORITHM_BYTES, Product, Products, library_version
-from hasten.kernels.replay import garbage_kept, recording
+from hasten.kernels.replay import garbage_kept
 from hasten.kernels.roads import NAME
 
 FILE = "tuning.json"
@@ -112,7 +113,7 @@ def seconds(launch: Callable[[], Any], products: Products | None = None) -> floa
         with torch.cuda.stream(stream):
             launch()
         stream.synchronize()
-        with recording, garbage_kept(), recorded(stream, products) as graph:
+        with recording.alone(), garbage_kept(), recorded(stream, products) as graph:
             for _ in range(_LAUNCHES):
                 launch()
     except (StageError, RuntimeError, OutOfResources):

@@ -34,6 +34,8 @@ NARROW = {Precision.FP8: "float8_e4m3fn", Precision.INT8: "int8"}
 # What the columns of a batch are called, and the tables that they are looked up in.
 _TABLES = {"input_ids": ("token", "words"), "token_type_ids": ("token type", "kinds")}
 _CLS, _LAST = "cls", "lasttoken"
+# For batches of more than runs at once.
+LANES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +97,13 @@ class FusedSession(OpenSession):
     ) -> None:
         self._about, self._weights, self.prunes = about, weights, prunes
         self._device, self._is_dependent, self._directory = device, is_dependent, artifact.directory
-        self.lane = self._lane()
-        self._other: Lane | None = None
+        self._lanes = [self._lane()]
         self.spec = SessionSpec(artifact.signature, Layout.PACKED, artifact.variant.device, _precision(weights).value)
         self._is_closed = False
         self._is_of_masks = MASKS in artifact.signature.outputs[0].shape
 
     def run(self, batch: Batch) -> Outputs:
-        from hasten.kernels.packing import MOST_PICKED, MOST_TOKENS, parts
+        from hasten.kernels.packing import MOST_PICKED, MOST_TOKENS, PART_TOKENS, parts
 
         if self._is_closed:
             raise StageError("the session is closed")
@@ -116,7 +117,7 @@ class FusedSession(OpenSession):
         with translated(f"a batch of {len(batch)} failed"):
             if is_few or len(batch) == 1:
                 return self._outputs(self.lane.replay(*self._packing(batch, tokens)), batch)
-            rows = parts(batch.lengths, MOST_TOKENS, masks)
+            rows = parts(batch.lengths, PART_TOKENS, masks)
             return gather(list(zip(rows, self._in_turn(map(batch.take, rows)), strict=True)), batch, signature)
 
     def tune(self, folder: Path | None = None) -> None:
@@ -153,18 +154,17 @@ class FusedSession(OpenSession):
         self._is_closed = True
         for lane in self._lanes:
             lane.close()
-        self._weights = {}
-        self._other = None
-        del self.lane
+        self._weights, self._lanes = {}, []
 
     @property
-    def _lanes(self) -> list[Lane]:
-        return [self.lane] if self._other is None else [self.lane, self._other]
+    def lane(self) -> Lane:
+        """The one for what runs at once."""
+        return self._lanes[0]
 
     def _in_turn(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
-        """Two at a time: where one leaves the device idle the other is computed, and the host reads and packs."""
-        self._other = self._other or self._lane()
-        lanes = self._lanes
+        """Several at a time: where one leaves the device idle another is computed, and the host reads and packs."""
+        while len(self._lanes) < LANES:
+            self._lanes.append(self._lane())
         started: deque[tuple[Lane, Batch]] = deque()
 
         def finished() -> Outputs:
@@ -172,8 +172,8 @@ class FusedSession(OpenSession):
             return self._outputs(lane.replay.finish(), batch)
 
         try:
-            for batch, lane in zip(batches, cycle(lanes), strict=False):
-                if len(started) == len(lanes):
+            for batch, lane in zip(batches, cycle(self._lanes), strict=False):
+                if len(started) == LANES:
                     yield finished()
                 lane.replay.start(*self._packing(batch, batch.tokens))
                 started.append((lane, batch))

@@ -20,6 +20,7 @@ from hasten.backends.onnxruntime.session import CPU_PROVIDER, CUDA_PROVIDER, Pla
 from hasten.core.buckets import bucket_of, fill, take_out
 from hasten.core.errors import StageError
 from hasten.core.hardware import Machine
+from hasten.core.recording import recording
 from hasten.core.tensors import (
     BATCH,
     SEQUENCE,
@@ -67,7 +68,8 @@ class CudaSession(PaddedSession):
         self._device = device
         self._has_graphs = device == CUDA and profile is None and has_fixed_outputs(signature)
         try:
-            self.runtime: Any = self._open(artifact, profile)
+            with recording.beside_others():
+                self.runtime: Any = self._open(artifact, profile)
         except Exception as error:  # the binding raises its own unrelated classes
             raise StageError(f"ONNX Runtime cannot load {artifact.variant}: {error}") from error
         check_started(self.runtime, device)
@@ -139,12 +141,16 @@ class _Bucket:
                 self._binding.bind_output(spec.name, device)
         self._options = onnxruntime.RunOptions()
         self._options.add_run_config_entry("gpu_graph_id", str(graph))
+        # The first batch is computed twice, and recorded.
+        self._is_recorded = graph == _NO_GRAPH
 
     def __call__(self, feeds: Mapping[str, IntArray]) -> dict[str, FloatArray]:
-        for name, value in self._inputs.items():
-            value.update_inplace(feeds[name])
-        self._session.run_with_iobinding(self._binding, self._options)
-        return dict(zip(self._outputs, self._binding.copy_outputs_to_cpu(), strict=True))
+        with recording.beside_others() if self._is_recorded else recording.alone():
+            for name, value in self._inputs.items():
+                value.update_inplace(feeds[name])
+            self._session.run_with_iobinding(self._binding, self._options)
+            self._is_recorded = True
+            return dict(zip(self._outputs, self._binding.copy_outputs_to_cpu(), strict=True))
 
 
 def open_graph(

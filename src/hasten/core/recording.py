@@ -1,0 +1,48 @@
+"""CUDA graphs are recorded by one session at a time, and while ONNX Runtime records, others keep still.
+
+It records in the mode in which whatever another thread allocates or copies meanwhile is an error, there and here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Recording:
+    """One records, or any number work as usual; whoever wants to record goes before those who come later."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._working, self._waiting, self._is_recorded = 0, 0, False
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:
+            self._waiting += 1
+            self._changed.wait_for(lambda: not self._working and not self._is_recorded)
+            self._waiting -= 1
+            self._is_recorded = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_recorded = False
+                self._changed.notify_all()
+
+    @contextmanager
+    def beside_others(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_recorded and not self._waiting)
+            self._working += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
+
+
+# Of the process: which session records is no matter to CUDA.
+recording = Recording()
