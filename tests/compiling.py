@@ -88,13 +88,14 @@ def kernels(capability: int, narrow: str) -> None:
     compile_for(
         contract._contract, capability, {**sizes, "weight": pointer}, {**few, "rows": 16, "columns": 64, "depth": 256}
     )
-    for is_many in (True, False):
+    for cut in (head._ROW, head._ROWS, head._MORE, head._FULL):
+        x = {"x": "*fp32"} if cut is head._FULL else {}
         compile_for(
-            head._dense, capability, {**sizes, "rows": "*i32", "weight": "*fp32", "out": "*fp32", "count": "i32"},
+            head._dense, capability, {**sizes, **x, "rows": "*i32", "weight": "*fp32", "out": "*fp32", "count": "i32"},
             {
-                "has_rows": True, "activation": "tanh", "is_many": is_many, "depth": 256 if is_many else 1024,
-                "columns_at_once": 16, "rows_at_once": 16 if is_many else 1,
-            },
+                "has_rows": True, "activation": "tanh", "depth": cut.depth or 1024,
+                "columns_at_once": cut.columns, "rows_at_once": cut.rows,
+            }, num_warps=cut.warps,
         )  # fmt: skip
     if not largest:
         compile_for(pool._pool, capability, sizes, {"kind": pool.MEAN, "rows": 32, "columns": 128})

@@ -124,9 +124,11 @@ def test_layer_behind_the_encoder(has_rows: bool, activation: str, count: int, d
 
 
 @dtypes
-@pytest.mark.parametrize("count", [17, 129])
-def test_layer_in_fp32_behind_an_encoder_in_halves(count: int, dtype: torch.dtype) -> None:
-    """Its weights are not rounded, however many rows there are."""
-    x, weight, bias = draw(count, 300, dtype=dtype), draw(3, 300) / 17, draw(3)
-    found, expected = head.dense(x, None, weight, bias), head.reference(x, None, weight, bias)
-    assert (found - expected).norm() <= 1e-5 * expected.norm()
+@pytest.mark.parametrize("columns", [3, 70])
+@pytest.mark.parametrize("count", [1, 17, 65, 129, 300])
+def test_layer_in_fp32_behind_an_encoder_in_halves(count: int, columns: int, dtype: torch.dtype) -> None:
+    """Its weights are not rounded, however it is cut; nor is what comes from a layer before."""
+    x, weight, bias = draw(count, 300, dtype=dtype), draw(columns, 300) / 17, draw(columns)
+    for states in (x, x.float() + 1e-4 * draw(count, 300)):
+        found, expected = head.dense(states, None, weight, bias), head.reference(states, None, weight, bias)
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
