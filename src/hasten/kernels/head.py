@@ -64,11 +64,11 @@ def dense(x: Any, rows: Any | None, weight: Any, bias: Any, activation: str = ""
 
 def _cut(count: int, columns: int, *, is_full: bool) -> _Cut:
     """One row at a time as long as programs are few: those of few columns are."""
-    few = 64 if is_full else 16
-    if count <= (256 if columns <= _ROW.columns else few):
-        return _ROW
+    is_narrow = columns <= _ROW.columns
     if is_full:
-        return _FULL
+        return _ROW if is_narrow or count <= 128 else _FULL
+    if count <= (1024 if is_narrow else 16):
+        return _ROW
     return _ROWS if count <= 128 else _MORE
 
 
