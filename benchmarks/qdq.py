@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from hasten.backends import BACKENDS, MODEL, Artifact, RunOptions
 from hasten.backends.torch import ModuleSession
 from hasten.builder.export import export
 from hasten.builder.load import LoadedModel, load_model
+from hasten.builder.quantized import as_given
 from hasten.builder.source import find_model
 from hasten.builder.tokenizer import save_tokenizer
 from hasten.bundle import open_bundle
@@ -260,8 +261,10 @@ def accuracy(name: str, asked: argparse.Namespace, work: Path, save: Callable[[d
     work.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, asked.models / "assemble.py", name, work / "model"], check=True)
     plan = Plan(model=str(work / "model"))
+    loaded = load_model(find_model(plan), plan)
     with qdq.patched():
-        loaded = load_model(find_model(plan), plan)
+        model = type(loaded.module.model).from_pretrained(work / "model", attn_implementation="eager")
+    loaded = replace(loaded, module=as_given(loaded, model))
     save_tokenizer(loaded, work / "tokenizer.json")
     tokenizer = Tokenizer.open(work / "tokenizer.json", loaded.tokenizer)
     is_brief = asked.what == "calibration"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,30 @@ def test_heats_make_one_benchmark(
         assert set(measured.at(SHAPES[1])) == races[3]
         assert names[0] in races[3]
         assert len(races[3]) == 2
+
+
+COMPILES = """
+import json, sys, time
+def reply(**message):
+    print(json.dumps(message), flush=True)
+sys.stdin.readline()
+reply(load_ms=1.0, precision="fp32")
+first = iter([1.1, 0.3])
+for line in sys.stdin:
+    turn, times = json.loads(line), []
+    for _ in range(turn["warm"] + turn["count"]):
+        begin = time.perf_counter()
+        time.sleep(next(first, 0.001))
+        times.append((time.perf_counter() - begin) * 1e3)
+    reply(ms=times[turn["warm"]:], peak_memory_bytes=0, cpu_s=0.0)
+"""
+
+
+def test_a_contender_that_compiles_for_a_shape_is_not_taken_for_a_slow_one(tmp_path: Path) -> None:
+    """Not even where that takes seconds, as on a GPU: it would be timed by few runs, and those cold."""
+    rows = Batch({"input_ids": np.ones(2, np.int32)}, np.array([2]))
+    with Lane(artifact(tmp_path, "onnxruntime-fp32", 0), None, [sys.executable, "-c", COMPILES]) as lane:
+        lane.send(SHAPES[1], rows)
+        times = lane.turn(SHAPES[1], 0.25)
+    assert len(times) > 10
+    assert max(times) < 100

@@ -30,7 +30,6 @@ P99_SAMPLES = 100
 # A turn is at least this long, so that a switch between processes is a small part of it …
 _TURN_S = 0.2
 _MOST_PER_TURN = 100
-_SLOW_S = 1.0
 # … and each contender first lets its predecessor's threads stop spinning, and wakes up its own caches.
 _SETTLE_S = 0.01
 _WARM_RUNS = 2
@@ -270,9 +269,11 @@ class Lane:
         """Hand over a batch, warm up on it, and find how many runs make a turn."""
         rows = Rows({name: column.tolist() for name, column in batch.values.items()}, batch.lengths.tolist())
         once = self._run(Turn(str(shape), warm=0, count=1, rows=rows))[0] / 1e3
-        if once < _SLOW_S:
-            # The first run of a shape compiles for it: taken for the usual time, it would make turns of one cold run.
-            once = self._run(Turn(str(shape), warm=1, count=1))[0] / 1e3
+        # The first runs of a shape compile for it, and record: taken for the usual time, they would make turns of one
+        # cold run.
+        while (again := self._run(Turn(str(shape), warm=0, count=1))[0] / 1e3) < once / 2:
+            once = again
+        once = min(once, again)
         self._counts[str(shape)] = max(1, min(_MOST_PER_TURN, round(_TURN_S / once)))
 
     def turn(self, shape: Shape, share: float = 1.0) -> list[float]:
