@@ -22,6 +22,7 @@ from hasten.measure.verify import expect, verify
 from hasten.predictor import Predictor, open_session, required, runnable
 from hasten.server.engine import Engine, Measured, Observer, Request
 from hasten.server.fairness import Turns
+from hasten.server.gpus import Gpus
 from hasten.server.instances import choose_instances
 from hasten.server.queue import Limits
 from hasten.tasks import TASKS, AnyTask, Encoded, TaskSpec
@@ -162,19 +163,21 @@ class Served:
         return is_done
 
     def _warm(self, sessions: Sequence[Session]) -> None:
-        until = time.monotonic()
+        until, gpus = time.monotonic(), Gpus()
         for session in sessions:
             until += _WARM_S / len(sessions)
             if isinstance(session, HasSizes):
                 batches = session.samples(self.limits.tokens_per_batch, self.limits.rows_per_batch)
-                begin = time.monotonic()
+                begin, before = time.monotonic(), gpus.used_bytes()
                 done = run_until(session, batches, until)
+                taken = f" and in {(gpus.used_bytes() - before) / 1e6:.0f} MB of GPU memory" if len(gpus) else ""
                 logger.info(
-                    "%s: %d of %d sizes of batches are ready, after %.1f s; others are made when they first come",
+                    "%s: %d of %d sizes of batches are ready, after %.1f s%s; others are made when they first come",
                     self.name,
                     done,
                     len(batches),
                     time.monotonic() - begin,
+                    taken,
                 )
             else:
                 session.warm(_warming(self.variant, self.bundle.report.plan.shapes))
