@@ -24,7 +24,7 @@ def visible() -> list[dict[str, Any]]:
     """Of each its name, memory_bytes, capability and driver, in CUDA's order; none where there is no driver."""
     if _opened(_DRIVER) is None:
         return []
-    command = [sys.executable, "-I", "-S", __file__]
+    command = [sys.executable or "python3", "-I", "-S", __file__]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
         found: list[dict[str, Any]] = json.loads(asked.stdout)

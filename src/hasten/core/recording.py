@@ -1,4 +1,4 @@
-"""CUDA graphs are recorded by one session at a time, and while ONNX Runtime records, others keep still.
+"""CUDA graphs are recorded by one session at a time, and while one of ONNX Runtime does, its others keep still.
 
 It records in the mode in which whatever another thread allocates or copies meanwhile is an error, there and here.
 """

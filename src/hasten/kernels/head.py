@@ -22,8 +22,8 @@ class _Cut:
     warps: int
 
 
-# Found by measuring on an H200. States come in halves, and what a layer before gives in full precision, which takes the
-# tensor cores three times as many products.
+# Found by measuring on an H200. States come in halves, which tensor cores multiply with weights of full precision in
+# three parts; what a layer before gives is in full precision too, and goes without them.
 _ROW = _Cut(1, 16, None, 4)
 _ROWS, _MORE, _FULL = _Cut(16, 32, 64, 4), _Cut(64, 32, 64, 4), _Cut(32, 64, 32, 2)
 

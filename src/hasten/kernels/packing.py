@@ -13,8 +13,8 @@ from hasten.core.tensors import Batch, IntArray
 from hasten.kernels.attention import tiles
 from hasten.kernels.encoder import TILE, Packed
 
-# Tokens that run at once, and of those the ones that are picked; more are run in parts, which are fastest where what
-# one kernel leaves to the next stays in the GPU's cache.
+# Tokens that run at once, and of those the ones that are picked; more are run in parts, of the size that was fastest on
+# an H200.
 MOST_TOKENS = 16384
 PART_TOKENS = 8192
 MOST_PICKED = 256
