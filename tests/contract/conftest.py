@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from drivers import driver
 from engines import with_engine
 from hasten.backends import Dialect
 from hasten.bundle import Bundle
@@ -114,7 +114,7 @@ def obstinate_bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: p
 
 
 @pytest.fixture
-def standin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def standin(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     """A GPU and a TensorRT that are none (tests/tensorrt_standin), in the place of any that there may be."""
     from hasten.backends.tensorrt import engine
     from hasten.core.hardware import this_machine
@@ -124,7 +124,7 @@ def standin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     caches = (engine._log, engine.loading_error, this_machine)
     before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(driver(tmp_path_factory.mktemp("driver"), "Stand-in")))
     for cached in caches:
         cached.cache_clear()
     yield import_module("tensorrt")

@@ -221,7 +221,7 @@ def test_it_is_searched_for_where_tensorrt_runs(
     assert HALF in about.contenders
     assert ENGINE not in about.further
     # And where there is no TensorRT, nobody hears of it.
-    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", "/nowhere")
     this_machine.cache_clear()
     about = outline(Plan(str(folder)))
     assert ENGINE not in (*about.contenders, *about.further, *(one.variant for one in about.unavailable))

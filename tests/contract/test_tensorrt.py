@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from drivers import driver
 from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Source
 from hasten.backends.tensorrt import infer, load_engine
 from hasten.backends.tensorrt.typed import stored_in, write_typed
@@ -246,10 +247,10 @@ def test_an_engine_for_scripts(plain: Plain, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_contract_is_kept_beside_a_standin() -> None:
+def test_the_contract_is_kept_beside_a_standin(tmp_path: Path) -> None:
     """All that test_backends.py asks of a backend, as far as it is ours to keep."""
-    found = {"PATH": STANDIN / "bin", "PYTHONPATH": STANDIN}
-    environment = os.environ | {name: f"{first}:{os.environ.get(name, '')}" for name, first in found.items()}
+    path = f"{STANDIN}:{os.environ.get('PYTHONPATH', '')}"
+    environment = os.environ | {"TRITON_LIBCUDA_PATH": str(driver(tmp_path, "Stand-in")), "PYTHONPATH": path}
     words = ["pytest", "tests/contract/test_backends.py", "-q", "-k", "tensorrt", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=STANDIN.parents[1])

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 _DRIVER, _MANAGEMENT = "libcuda.so.1", "libnvidia-ml.so.1"
@@ -22,7 +24,7 @@ _TIMEOUT_S = 60.0
 
 def visible() -> list[dict[str, Any]]:
     """Of each its name, memory_bytes, capability and driver, in CUDA's order; none where there is no driver."""
-    if _opened(_DRIVER) is None:
+    if _opened(_library()) is None:
         return []
     command = [sys.executable or "python3", "-I", "-S", __file__]
     try:
@@ -34,6 +36,11 @@ def visible() -> list[dict[str, Any]]:
     return found
 
 
+def _library() -> str:
+    """Where the loader finds it, or where Triton was told that it lies."""
+    return str(Path(os.environ.get("TRITON_LIBCUDA_PATH", ""), _DRIVER))
+
+
 def _opened(library: str) -> Any | None:
     try:
         return ctypes.CDLL(library)
@@ -42,7 +49,7 @@ def _opened(library: str) -> Any | None:
 
 
 def _ask() -> list[dict[str, Any]]:
-    cuda, count = ctypes.CDLL(_DRIVER), ctypes.c_int()
+    cuda, count = ctypes.CDLL(_library()), ctypes.c_int()
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return []
     driver = _driver_version(cuda)
