@@ -38,7 +38,7 @@ def management(folder: Path, *, is_broken: bool = False) -> Path:
 
 def _compiled(folder: Path, name: str, source: str) -> Path:
     if shutil.which("cc") is None:
-        pytest.skip("there is no C compiler here")
+        pytest.skip("the driver that stands in for CUDA's needs a C compiler, and there is none here")
     command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / f"lib{name}.so.1")]
     subprocess.run(command, input=source, text=True, check=True)
     return folder

@@ -218,7 +218,7 @@ def test_batched_equals_single(session: Session, variant: Variant) -> None:
 def test_sessions_of_several_threads_do_not_disturb_each_other(variant: Variant, sources: Any, tmp_path: Path) -> None:
     """Sizes that none of them has seen yet: on a GPU each records graphs while the others compute."""
     if variant.backend == "inductor":
-        pytest.skip("a compilation for each takes minutes")
+        pytest.skip("shares its session with torch; a compilation for each takes minutes")
     loaded, _ = sources["per row"]
     artifact = make(variant, sources, "per row", tmp_path)
     batches = [batch_of([length] * rows, seed=length) for rows, length in [(1, 3), (2, 20), (4, 33), (8, 50), (3, 64)]]

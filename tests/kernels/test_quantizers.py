@@ -30,8 +30,8 @@ SIGNATURE = Signature(
 # More than the kernels for few tokens take, which round weights alone.
 MANY = batch_of(70, 1, 60)
 precisions = pytest.mark.parametrize("precision", ["int8", "fp8"])
-# What is computed in fp16 between the products takes one value in twenty to the step beside; with ranges other than the
-# module's the two would be further apart than rounding itself is from the original.
+# As a share of what rounding moves. What is computed in fp16 between the products takes some values to the step beside:
+# 0.33 on an H200. A range that is a tenth off makes 0.9 to 1.3.
 NEAR = 0.5 if DEVICE == "cuda" else 0.2
 
 

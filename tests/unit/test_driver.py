@@ -44,7 +44,7 @@ def test_a_driver_that_does_not_work_has_no_gpus_and_takes_nobody_with_it(how: s
 
 
 def test_what_pytorch_sees_is_what_we_see() -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="PyTorch is what is compared with")
     seen = [torch.cuda.get_device_properties(place) for place in range(torch.cuda.device_count())]
     gpus = this_machine().gpus
     assert [(gpu.name, gpu.capability) for gpu in gpus] == [(gpu.name, f"{gpu.major}.{gpu.minor}") for gpu in seen]

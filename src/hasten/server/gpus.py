@@ -38,10 +38,6 @@ class Gpus:
                 continue
             yield place, value
 
-    def used_bytes(self) -> float:
-        """Of the memory of all, by everyone."""
-        return sum(value for _, value in self.read("memory_used_bytes"))
-
 
 def _open() -> tuple[Any, list[Any]]:
     """The library, and its handles of the GPUs."""

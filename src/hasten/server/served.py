@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from hasten.backends import Artifact, HasSizes, RunOptions, Session, run_until
 from hasten.bundle import Bundle
 from hasten.core.errors import AccuracyError, HastenError, TooLargeError
-from hasten.core.hardware import usable_cores
+from hasten.core.hardware import gpu_memory_used_bytes, usable_cores
 from hasten.core.plan import Gate, Shapes
 from hasten.core.progress import Silent
 from hasten.core.tensors import Outputs, Shape
@@ -22,7 +22,6 @@ from hasten.measure.verify import expect, verify
 from hasten.predictor import Predictor, open_session, required, runnable
 from hasten.server.engine import Engine, Measured, Observer, Request
 from hasten.server.fairness import Turns
-from hasten.server.gpus import Gpus
 from hasten.server.instances import choose_instances
 from hasten.server.queue import Limits
 from hasten.tasks import TASKS, AnyTask, Encoded, TaskSpec
@@ -163,21 +162,21 @@ class Served:
         return is_done
 
     def _warm(self, sessions: Sequence[Session]) -> None:
-        until, gpus = time.monotonic(), Gpus()
+        until = time.monotonic()
         for session in sessions:
             until += _WARM_S / len(sessions)
             if isinstance(session, HasSizes):
                 batches = session.samples(self.limits.tokens_per_batch, self.limits.rows_per_batch)
-                begin, before = time.monotonic(), gpus.used_bytes()
+                begin, before = time.monotonic(), gpu_memory_used_bytes()
                 done = run_until(session, batches, until)
-                taken = f" and in {(gpus.used_bytes() - before) / 1e6:.0f} MB of GPU memory" if len(gpus) else ""
+                taken = gpu_memory_used_bytes() - before
                 logger.info(
                     "%s: %d of %d sizes of batches are ready, after %.1f s%s; others are made when they first come",
                     self.name,
                     done,
                     len(batches),
                     time.monotonic() - begin,
-                    taken,
+                    f" and in {taken / 1e6:.0f} MB of GPU memory" if taken else "",
                 )
             else:
                 session.warm(_warming(self.variant, self.bundle.report.plan.shapes))
