@@ -12,7 +12,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hasten.kernels import activation, attend, attention, contract, embed, expand, head, multiply, norm, pool, squeeze
+from hasten.kernels import (
+    across,
+    activation,
+    attend,
+    attention,
+    contract,
+    embed,
+    expand,
+    head,
+    multiply,
+    norm,
+    pool,
+    squeeze,
+)
 
 WIDTH, INNER, SIZE = 768, 3072, 64
 POINTERS = {
@@ -66,12 +79,14 @@ def kernels(capability: int, narrow: str) -> None:
             embed._embed, capability, {**sizes, "eps": "fp32", "narrow": pointer},
             {**common, **block, "has_kinds": True, "has_norm": True},
         )  # fmt: skip
+    compile_for(across._copy, capability, {"count": "i32"}, {"block": 2048})
     common = {"largest": largest, "is_uniform": narrow != "int8"}
-    compile_for(
-        attention._attention, capability, {**sizes, "scale": "fp32", "out": pointer},
-        {**common, "has_bias": False, "size": SIZE, "block": SIZE, "rows": 64, "keys": 64},
-        num_warps=4, num_stages=3,
-    )  # fmt: skip
+    for cut in (*attention.CUTS.values(), attention.LONG, attention.LONE):
+        compile_for(
+            attention._attention, capability, {**sizes, "scale": "fp32", "out": pointer},
+            {**common, "has_bias": False, "size": SIZE, "block": SIZE, "rows": cut.rows, "keys": cut.keys},
+            num_warps=cut.warps, num_stages=cut.stages,
+        )  # fmt: skip
     has_steps = narrow == "int8"
     few = {**common, "has_steps": has_steps, "is_dependent": is_dependent}
     compile_for(

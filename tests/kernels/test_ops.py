@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hasten.kernels import activation, attend, attention, contract, embed, expand, head, norm, pool
+from hasten.kernels import across, activation, attend, attention, contract, embed, expand, head, norm, pool
 from ops import DEVICE, MIXED, TOKENS, TOLERANCE, check, draw, sequence_of, starts_of
 
 dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -48,13 +48,30 @@ def test_embeddings(has_norm: bool, has_kinds: bool, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("lengths", MIXED, ids=str)
 @pytest.mark.parametrize("size", [32, 8])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_attention_over_mixed_lengths(has_bias: bool, size: int, lengths: list[int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("cut", [*attention.CUTS.values(), attention.LONG], ids=str)
+def test_attention_over_mixed_lengths(
+    cut: attention.Cut, has_bias: bool, size: int, lengths: list[int], dtype: torch.dtype
+) -> None:
     heads = 3
     qkv = draw(sum(lengths), 3 * heads * size, dtype=dtype)
     bias = draw(heads, 301, dtype=dtype) if has_bias else None
-    work = torch.from_numpy(attention.tiles(np.array(lengths), 32)).to(DEVICE)
-    found = attention.attention(qkv, work, heads, bias, rows=32, keys=32)
+    work = torch.from_numpy(attention.tiles(np.array(lengths), cut.rows)).to(DEVICE)
+    found = attention.attention(qkv, work, heads, bias, cut=cut)
     check(found, attention.reference(qkv, starts_of(lengths), heads, bias), dtype)
+
+
+@pytest.mark.parametrize("count", [1, 17, 2048, 5000])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.float16], ids=str)
+def test_copies_between_the_host_and_the_device(dtype: torch.dtype, count: int) -> None:
+    here, back = (torch.zeros(count + 1, dtype=dtype, pin_memory=DEVICE == "cuda") for _ in range(2))
+    here[:count] = torch.arange(1, count + 1).to(dtype)
+    there = torch.zeros(count + 1, dtype=dtype, device=DEVICE)
+    across.across(here[:count], there)
+    assert torch.equal(there.cpu(), here)
+    across.across(there[:count], back)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(back, here)
 
 
 def test_tiles_cover_every_token_once() -> None:
@@ -62,6 +79,12 @@ def test_tiles_cover_every_token_once() -> None:
     ends = np.cumsum(lengths)
     covered = [np.arange(own, min(own + 64, end)) for own, _, end in attention.tiles(lengths, 64)]
     assert np.array_equal(np.sort(np.concatenate(covered)), np.arange(ends[-1]))
+
+
+def test_the_shorter_sequences_are_the_smaller_a_tile() -> None:
+    cuts = [attention.cut_for(64 * mean, 64) for mean in range(1, 513)]
+    assert {cuts[0], cuts[-1]} == {attention.CUTS[24], attention.LONG}
+    assert [cut.rows * cut.keys for cut in cuts] == sorted(cut.rows * cut.keys for cut in cuts)
 
 
 @dtypes

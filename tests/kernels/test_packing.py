@@ -10,7 +10,6 @@ import torch
 
 from hasten.core.tensors import Batch
 from hasten.kernels import packing
-from hasten.kernels.encoder import TILE
 from hasten.kernels.packing import Bucket, pack, parts, places_of, unpack
 
 FIRST = 2
@@ -40,7 +39,7 @@ def test_every_part(lengths: list[int], first: int) -> None:
     owners = [row for row, length in enumerate(lengths) for _ in range(length)]
     assert found.sequence.tolist() == owners + [-1] * (bucket.tokens - tokens)
     assert found.starts.tolist() == starts + [tokens] * room
-    tiles = [[own, begin, end] for begin, end in pairwise(starts) for own in range(begin, end, TILE)]
+    tiles = [[own, begin, end] for begin, end in pairwise(starts) for own in range(begin, end, bucket.rows)]
     assert found.tiles.tolist() == tiles + [[0, 0, 0]] * (len(found.tiles) - len(tiles))
 
 

@@ -104,7 +104,7 @@ def test_attention_into_eight_bits(lengths: list[int], dtype: Any) -> None:
     heads, size = 3, 24
     qkv, by = draw(sum(lengths), 3 * heads * size, dtype=HALF), how(dtype, heads * size, is_uniform=False)
     work = torch.from_numpy(attention.tiles(torch.tensor(lengths).numpy(), 32)).to(DEVICE)
-    found = attention.attention(qkv, work, heads, None, by, rows=32, keys=32)
+    found = attention.attention(qkv, work, heads, None, by, cut=attention.Cut(32, 32, 4, 3))
     alike(found, squeeze.reference(attention.reference(qkv, starts_of(lengths), heads), by))
 
 

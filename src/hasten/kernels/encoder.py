@@ -14,7 +14,7 @@ import torch
 
 from hasten.kernels.activation import TANH, gelu_
 from hasten.kernels.attend import attend
-from hasten.kernels.attention import attention
+from hasten.kernels.attention import LONE, attention, cut_for
 from hasten.kernels.contract import contract
 from hasten.kernels.embed import embed
 from hasten.kernels.expand import expand
@@ -22,11 +22,6 @@ from hasten.kernels.norm import layer_norm, layer_norms
 from hasten.kernels.products import Product, Products
 from hasten.kernels.roads import Roads
 from hasten.kernels.squeeze import Squeeze, squeeze
-
-# Tokens a program of attention asks for; `attention.tiles` must be told the same.
-TILE = 64
-# Where only some tokens ask, each in a tile of its own: the fewest rows that tensor cores take.
-_ONE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +51,7 @@ class Packed:
     sequence: Any
     # Of each sequence the first token, and behind the last one the end.
     starts: Any
-    # From `attention.tiles`.
+    # From `attention.tiles`, by `attention.cut_for`.
     tiles: Any
 
 
@@ -185,6 +180,7 @@ class Encoder:
         With `rows` those of the tokens it names alone, which spares most of the last layer.
         """
         shape, distances = self.geometry, self._weights.get("distances")
+        cut = cut_for(batch.ids.shape[0], batch.starts.shape[0] - 1)
         # What is added to, and what is multiplied.
         x, taken = self._started(batch)
         for place in range(shape.layers):
@@ -193,7 +189,7 @@ class Encoder:
             qkv = self._product(taken, f"{layer}.qkv", has_bias=True)
             if rows is None or not is_last:
                 how = self._squeezes.get(f"{layer}.out")
-                mixed = attention(qkv, batch.tiles, shape.heads, distances, how, rows=TILE)
+                mixed = attention(qkv, batch.tiles, shape.heads, distances, how, cut=cut)
             else:
                 # A sequence that there is room for, and none in, begins behind the last token.
                 rows = rows.clamp(max=x.shape[0] - 1)
@@ -219,7 +215,7 @@ class Encoder:
         own = batch.sequence[rows]
         asking = torch.stack([rows, batch.starts[own], batch.starts[own + 1]], dim=1)
         how, heads, distances = self._squeezes.get(following), self.geometry.heads, self._weights.get("distances")
-        mixed = attention(qkv, asking, heads, distances, how, rows=_ONE)
+        mixed = attention(qkv, asking, heads, distances, how, cut=LONE)
         # Rows of fp8 are picked as the bytes they are.
         return mixed[rows] if how is None else mixed.view(torch.uint8)[rows].view(how.dtype)
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from hasten.core.tensors import Batch, IntArray
-from hasten.kernels.attention import tiles
-from hasten.kernels.encoder import TILE, Packed
+from hasten.kernels.attention import cut_for, tiles
+from hasten.kernels.encoder import Packed
 
 # Tokens that run at once, and of those the ones that are picked; more are run in parts, of the size that was fastest on
 # an H200.
 MOST_TOKENS = 16384
-PART_TOKENS = 8192
+PART_TOKENS = 11264
 MOST_PICKED = 256
 _SMALLEST = 16
 
@@ -37,7 +37,12 @@ class Bucket:
     @property
     def sizes(self) -> list[int]:
         """Of the parts of the array: words, places, kinds, sequences of the tokens; starts; tiles; picked tokens."""
-        return [self.tokens] * 4 + [self.sequences + 1, 3 * (self.tokens // TILE + self.sequences), self.picked]
+        return [self.tokens] * 4 + [self.sequences + 1, 3 * (self.tokens // self.rows + self.sequences), self.picked]
+
+    @property
+    def rows(self) -> int:
+        """Of a tile of attention."""
+        return cut_for(self.tokens, self.sequences).rows
 
 
 def round_up(tokens: int) -> int:
@@ -116,7 +121,7 @@ def pack(
             np.subtract(counted, np.repeat(firsts, batch.lengths), out=where[:tokens])
         starts[:count] = firsts
         starts[count:] = tokens
-        found = tiles(batch.lengths, TILE).ravel()
+        found = tiles(batch.lengths, bucket.rows).ravel()
         work[: found.size] = found
         work[found.size :] = 0
     ids[:tokens] = batch.values["input_ids"]
@@ -136,7 +141,7 @@ def _lone(bucket: Bucket, tokens: int, first_place: int) -> IntArray:
     where[:tokens] = np.arange(first_place, first_place + tokens)
     sequence[tokens:] = -1
     starts[1:] = tokens
-    found = tiles(np.array([tokens], np.int32), TILE).ravel()
+    found = tiles(np.array([tokens], np.int32), bucket.rows).ravel()
     work[: found.size] = found
     return whole[bucket.tokens :]
 

@@ -12,6 +12,7 @@ import torch
 
 from hasten.core.recording import recording
 from hasten.core.tensors import IntArray
+from hasten.kernels.across import across
 from hasten.kernels.counters import recorded
 from hasten.kernels.packing import Bucket
 from hasten.kernels.products import Products
@@ -137,15 +138,17 @@ class _Graph:
         with torch.inference_mode(), torch.autocast("cuda", enabled=False), torch.cuda.stream(stream):
             there = torch.zeros_like(here, device=stream.device)
             # Kernels are compiled and libraries make their workspaces, which no graph may hold.
+            across(here, there)
             for _ in range(2):
                 result = compute(there, bucket)
-            stream.synchronize()
             back = outbox.like(result)
+            across(result, back)
+            stream.synchronize()
             # cuBLAS's workspace must be the graph's own: others may give back the one there is (torch.compile does).
             torch._C._cuda_clearCublasWorkspaces()
             with recorded(stream, products, pool) as self._graph:
-                there.copy_(here, non_blocking=True)
-                back.copy_(compute(there, bucket), non_blocking=True)
+                across(here, there)
+                across(compute(there, bucket), back)
             torch._C._cuda_clearCublasWorkspaces()
         self.pool = self._graph.pool()
         self._stream, self._there = stream, there

@@ -17,6 +17,10 @@ GAUGES: dict[str, tuple[str, Callable[[Any, Any], float]]] = {
         "Its temperature.",
         lambda library, gpu: library.nvmlDeviceGetTemperature(gpu, library.NVML_TEMPERATURE_GPU),
     ),
+    "clock_hertz": (
+        "What its multiprocessors run at, which is less where it draws all that it may.",
+        lambda library, gpu: library.nvmlDeviceGetClockInfo(gpu, library.NVML_CLOCK_SM) * 1e6,
+    ),
     "power_watts": ("What it draws.", lambda library, gpu: library.nvmlDeviceGetPowerUsage(gpu) / 1000),
 }
 
