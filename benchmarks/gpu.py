@@ -9,9 +9,10 @@ medians over alternating rounds: a call, from ids on the host to scores on the h
 device to tensors on the device, synchronised. Of the fused backend also what the device itself takes, by its own clock,
 its copies from and to the host with it; and the same with its last layer pruned, which is off in all else; and the time
 of each kernel.
-FILE holds the token counts of a mixed stream of texts, one a line. It is computed by each after a moment of rest, since
-one that draws all the power there is leaves a slower clock to the next; and then over and over, with the clock and the
-power that it settles at. Nothing else may run on the GPU meanwhile.
+Who draws all the power that the GPU may is given a slower clock after some tenths of a second, and the next one begins
+with it: the device's own times are taken after moments of rest, and beside them sustained ones, of runs in a row.
+FILE holds the token counts of a mixed stream of texts, one a line. It is computed by each after a rest; and then over
+and over, with the clock and the power that the GPU settles at. Nothing else may run on the GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -269,6 +270,7 @@ def study(
                     alone[lane] += timed(between[lane])
         own = {lane: session for lane, session in fair.items() if isinstance(session, FusedSession) and is_gpu}
         by_clock = {lane: device_ms(session, batch) for lane, session in own.items()}
+        in_a_row = {lane: device_ms(session, batch, rests=False) for lane, session in own.items()}
         set_pruning(sessions, prunes=True)
         pruned = {lane: device_ms(session, batch) for lane, session in own.items()}
         set_pruning(sessions, prunes=False)
@@ -281,6 +283,7 @@ def study(
             "call_ms": {lane: spread(values) for lane, values in calls.items()},
             "alone_ms": {lane: spread(values) for lane, values in alone.items() if values},
             "device_ms": by_clock,
+            "sustained_device_ms": in_a_row,
             "pruned_device_ms": pruned,
             "kernels": {lane: kernels(replaying(session, batch)) for lane, session in own.items()},
             "memory_bytes": dict(memory),
@@ -349,12 +352,14 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def device_ms(session: FusedSession, batch: Batch) -> dict[str, float]:
-    """Of its CUDA graph, with the copies from and to the host that it holds."""
+def device_ms(session: FusedSession, batch: Batch, *, rests: bool = True) -> dict[str, float]:
+    """Of its CUDA graph, with the copies from and to the host that it holds; after rests, or all in a row."""
     session.run(batch)
     taken = []
     last, on = session.lane.replay.last, session.lane.replay.stream
-    for _ in range(ROUNDS * RUNS):
+    for place in range(ROUNDS * RUNS):
+        if rests and place % RUNS == 0:
+            time.sleep(_REST_S)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(on):
             # Meanwhile the host queues the rest.

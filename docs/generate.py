@@ -384,8 +384,11 @@ def _gpu() -> str:
         cells = [f"{row['call_ms'][lane]['p50']:.2f} ms" if lane in row["call_ms"] else "–" for lane in GPU_LANES]
         rows.append(f"| {row['model']} {row['shape']} | {' | '.join(cells)} |")
     stream = results["stream"]
-    cells = [f"{stream['ms'][lane]:.0f} ms" for lane in GPU_LANES]
-    rows.append(f"| {stream['model']}, {stream['texts']} texts of all lengths | {' | '.join(cells)} |")
+    texts = f"{stream['model']}, {stream['texts']} texts of all lengths"
+    sustained = {lane: found["ms"] for lane, found in stream["sustained"].items()}
+    for name, times in {f"{texts}, after a rest": stream["ms"], "the same, over and over": sustained}.items():
+        cells = [f"{times[lane]:.0f} ms" if lane in times else "–" for lane in GPU_LANES]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
     gpu = results["machine"]["gpus"][0]["name"]
     served = json.loads((RESULTS / "serving_gpu.json").read_text(encoding="utf-8"))
     alone = {(row["tokens"], row["lane"]): row["p50_ms"] for row in served["alone"]}
