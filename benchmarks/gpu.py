@@ -11,8 +11,10 @@ its copies from and to the host with it; and the same with its last layer pruned
 of each kernel.
 Who draws all the power that the GPU may is given a slower clock after some tenths of a second, and the next one begins
 with it: the device's own times are taken after moments of rest, and beside them sustained ones, of runs in a row.
-FILE holds the token counts of a mixed stream of texts, one a line. It is computed by each after a rest; and then over
-and over, with the clock and the power that the GPU settles at. Nothing else may run on the GPU meanwhile.
+FILE holds the token counts of a mixed stream of texts, one a line; without it they are those of the results. It is
+computed by each after a rest; and then over and over, with the clock and the power that the GPU settles at.
+What the file of results holds of other models, shapes and variants is kept, with the time that it is from. Nothing else
+may run on the GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,10 +49,10 @@ from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Shape, Signature,
 from hasten.core.variant import Precision, Variant
 from hasten.kernels.counters import recorded as graph_of
 from hasten.quantize.half import halve
-from hasten.server.gpus import Gpus
 from origin import origin
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "gpu.json"
 INPUTS = ("input_ids", "attention_mask")
 LANES = (
     "torch-fp32@cuda", "torch-fp16@cuda", "inductor-fp16@cuda", "onnxruntime-fp16@cuda", "tensorrt-fp16@cuda",
@@ -100,21 +102,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(STUDIES), choices=list(STUDIES))
     parser.add_argument("--variants", nargs="+", default=list(LANES))
-    parser.add_argument("--lengths", type=Path, help="token counts of a mixed stream, one a line")
-    parser.add_argument("-o", "--output", type=Path, default=HERE / "results" / "gpu.json")
+    parser.add_argument(
+        "--lengths", type=Path, help="of the stream's texts, in tokens, one a line (default: as before)"
+    )
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     parser.add_argument("--dry-run", action="store_true", help="fused variants of a tiny model, on the CPU")
     args = parser.parse_args()
     if args.dry_run:
         dry_run([Variant.parse(name) for name in args.variants])
         return
-    results: dict[str, Any] = {
-        **origin(),
-        "cuda": torch.version.cuda,
-        "triton": __import__("triton").__version__,
-        "rows": [],
-        "missing": {},
-        "notes": [],
-    }
+    known: dict[str, Any] = msgspec.json.decode(args.output.read_bytes()) if args.output.exists() else {}
+    told, results = origin(), {"rows": [], "notes": [], **known}
+    results |= {**told, "cuda": torch.version.cuda, "triton": __import__("triton").__version__}
+    when = {name: told.get(name) for name in ("created", "commit")}
+    lengths = [int(line) for line in args.lengths.read_text().split()] if args.lengths else _known_lengths()
     wanted = [Variant.parse(name) for name in args.variants]
     supports = {variant: BACKENDS.get(variant.backend).probe(this_machine(), variant) for variant in wanted}
     results["missing"] = {variant.name: support.reason for variant, support in supports.items() if not support.ok}
@@ -125,16 +126,35 @@ def main() -> None:
             for session in sessions.values():
                 opened.enter_context(session)
             for row in study(name, STUDIES[name], model, sessions, memory):
-                results["rows"].append(row)
+                rows = {(kept["model"], kept["shape"]): kept for kept in results["rows"]}
+                place = row["model"], row["shape"]
+                results["rows"] = list((rows | {place: joined(when | row, rows.get(place, {}))}).values())
                 print(show(row), flush=True)
                 # After each, so that one that fails takes no other with it.
                 write(results, args.output)
-            if name == STREAMED and args.lengths is not None:
-                lengths = [int(line) for line in args.lengths.read_text().split()]
-                results["stream"] = stream(lengths, model, sessions)
-                print({name: value for name, value in results["stream"].items() if name != "kernels"}, flush=True)
+            if name == STREAMED:
+                found = stream(lengths, model, sessions)
+                print({name: value for name, value in found.items() if name not in ("kernels", "lengths")}, flush=True)
+                results["stream"] = joined(when | found, results.get("stream", {}))
                 write(results, args.output)
         torch.compiler.reset()
+
+
+def joined(new: dict[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """What was not timed now is kept, with the time that it is from."""
+    earlier = {lane: old.get("created") for lane in old.get("errors", {})} | old.get("earlier", {})
+    earlier = {lane: created for lane, created in earlier.items() if lane not in new["errors"]}
+    found = dict(new)
+    for name, values in new.items():
+        if isinstance(values, dict):
+            before = old.get(name)
+            kept = {lane: before[lane] for lane in earlier if lane in before} if isinstance(before, dict) else {}
+            found[name] = kept | values
+    return found | {"earlier": earlier}
+
+
+def _known_lengths() -> list[int]:
+    return list(msgspec.json.decode(RESULTS.read_bytes())["stream"]["lengths"])
 
 
 def write(results: Mapping[str, Any], file: Path) -> None:
@@ -437,6 +457,7 @@ def stream(lengths: Sequence[int], model: Any, sessions: Mapping[str, Session]) 
         "model": STREAMED,
         "texts": len(lengths),
         "tokens": batch.tokens,
+        "lengths": list(lengths),
         "errors": errors,
         "ms": {name: float(np.median(taken)) for name, taken in times.items()},
         "range_ms": {name: [min(taken), max(taken)] for name, taken in times.items()},
@@ -455,14 +476,16 @@ def once(ask: Callable[[], Any]) -> float:
 
 def sustained(ask: Callable[[], Any]) -> dict[str, float | None]:
     """What it takes, and what the GPU runs at and draws, when the clock has settled: in the second half."""
-    gpus, is_over = Gpus(), threading.Event()
+    is_over = threading.Event()
     times: list[float] = []
     seen: dict[str, list[float]] = {"clock_hertz": [], "power_watts": []}
 
     def watch() -> None:
-        while not is_over.wait(0.05):
-            for gauge, values in seen.items():
-                values += [value for place, value in gpus.read(gauge) if place == torch.cuda.current_device()]
+        # PyTorch asks NVIDIA's management library, of the GPU that it computes on.
+        with suppress(ImportError, RuntimeError):
+            while not is_over.wait(0.05):
+                seen["clock_hertz"].append(torch.cuda.clock_rate() * 1e6)
+                seen["power_watts"].append(torch.cuda.power_draw() / 1e3)
 
     watching = threading.Thread(target=watch)
     watching.start()

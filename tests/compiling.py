@@ -6,6 +6,7 @@ Types and shapes as a model of width 768 asks for them. What Triton's interprete
 from __future__ import annotations
 
 import sys
+from itertools import product
 from typing import Any
 
 import triton
@@ -81,10 +82,11 @@ def kernels(capability: int, narrow: str) -> None:
         )  # fmt: skip
     compile_for(across._copy, capability, {"count": "i32"}, {"block": 2048})
     common = {"largest": largest, "is_uniform": narrow != "int8"}
-    for cut in (*attention.CUTS.values(), attention.LONG, attention.LONE):
+    cuts = (*attention.CUTS.values(), attention.LONG, attention.LONE)
+    for cut, (has_bias, size) in product(cuts, [(False, SIZE), (False, SIZE // 2), (True, SIZE)]):
         compile_for(
             attention._attention, capability, {**sizes, "scale": "fp32", "out": pointer},
-            {**common, "has_bias": False, "size": SIZE, "block": SIZE, "rows": cut.rows, "keys": cut.keys},
+            {**common, "has_bias": has_bias, "size": size, "block": size, "rows": cut.rows, "keys": cut.keys},
             num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
     has_steps = narrow == "int8"

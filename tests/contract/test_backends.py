@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from hasten.backends import BACKENDS, Artifact, Dialect, RunOptions, Session, Source, dialect_of
 from hasten.core.errors import StageError
 from hasten.core.hardware import Gpu, this_machine
+from hasten.core.recording import recording
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Layout, Shape, TensorSpec
 from hasten.core.variant import Precision, Variant
 
@@ -204,6 +206,24 @@ def test_the_session_for_gpus_answers_from_buckets(sources: Any, kind: str, prec
             session.run(batch_of([FULL + 1]))
     with pytest.raises(StageError, match="closed"):
         session.run(batch_of([3]))
+
+
+def test_the_session_for_gpus_keeps_still_while_another_records(sources: Any) -> None:
+    from hasten.backends.onnxruntime.cuda import CudaSession
+
+    loaded, graphs = sources["per row"]
+    variant = Variant("onnxruntime", Precision.FP32, "cuda")
+    graph = source_for(variant, loaded, graphs).graphs["model"]
+    artifact = Artifact(variant, loaded.signature, graph.parent, {"model": graph.name})
+    known, new = batch_of([3]), batch_of([30])
+    with ThreadPoolExecutor(1) as thread, CudaSession(artifact, RunOptions(1), device="cpu") as session:
+        session.run(known)
+        for ask in (partial(session.run, known), partial(session.run, new), session.close):
+            with recording.alone():
+                waiting = thread.submit(ask)
+                with pytest.raises(TimeoutError):
+                    waiting.result(0.2)
+            waiting.result(60)
 
 
 def test_batched_equals_single(session: Session, variant: Variant) -> None:

@@ -60,15 +60,15 @@ def test_attention_over_mixed_lengths(
     check(found, attention.reference(qkv, starts_of(lengths), heads, bias), dtype)
 
 
-@pytest.mark.parametrize("count", [1, 17, 2048, 5000])
+@pytest.mark.parametrize("count", [1, 17, 2048, 5000, 600_000])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.float16], ids=str)
 def test_copies_between_the_host_and_the_device(dtype: torch.dtype, count: int) -> None:
     here, back = (torch.zeros(count + 1, dtype=dtype, pin_memory=DEVICE == "cuda") for _ in range(2))
     here[:count] = torch.arange(1, count + 1).to(dtype)
     there = torch.zeros(count + 1, dtype=dtype, device=DEVICE)
-    across.across(here[:count], there)
+    across.across(here[:count], there[:count])
     assert torch.equal(there.cpu(), here)
-    across.across(there[:count], back)
+    across.across(there[:count], back[:count])
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(back, here)

@@ -22,8 +22,10 @@ def batch_of(lengths: list[int], random: np.random.Generator) -> Batch:
 
 
 @pytest.mark.parametrize("first", [0, FIRST])
-@pytest.mark.parametrize("lengths", [[1], [17], [64], [129], [3, 40, 9], [1, 200, 64, 65, 2]])
-def test_every_part(lengths: list[int], first: int) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "rows"), [([1], 16), ([17], 64), ([64], 64), ([129], 64), ([3, 40, 9], 16), ([1, 200, 64, 65, 2], 64)]
+)
+def test_every_part(lengths: list[int], rows: int, first: int) -> None:
     random = np.random.default_rng(0)
     batch = batch_of(lengths, random)
     bucket = Bucket.of(sum(lengths), len(lengths))
@@ -39,7 +41,7 @@ def test_every_part(lengths: list[int], first: int) -> None:
     owners = [row for row, length in enumerate(lengths) for _ in range(length)]
     assert found.sequence.tolist() == owners + [-1] * (bucket.tokens - tokens)
     assert found.starts.tolist() == starts + [tokens] * room
-    tiles = [[own, begin, end] for begin, end in pairwise(starts) for own in range(begin, end, bucket.rows)]
+    tiles = [[own, begin, end] for begin, end in pairwise(starts) for own in range(begin, end, rows)]
     assert found.tiles.tolist() == tiles + [[0, 0, 0]] * (len(found.tiles) - len(tiles))
 
 

@@ -16,7 +16,7 @@ TELL = "from hasten.core.hardware import this_machine; print(this_machine().gpus
 
 
 def told(folder: Path, **variables: str) -> str:
-    environment = os.environ | {"LD_LIBRARY_PATH": str(folder)} | variables
+    environment = os.environ | {"LD_LIBRARY_PATH": str(folder), "TRITON_LIBCUDA_PATH": ""} | variables
     asked = subprocess.run([sys.executable, "-c", TELL], env=environment, capture_output=True, text=True, check=True)
     return asked.stdout.strip()
 
@@ -36,6 +36,7 @@ def test_it_may_lie_where_triton_is_told_to_look(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         driver(tmp_path / name, name)
     assert "name='B'" in told(tmp_path / "A", TRITON_LIBCUDA_PATH=str(tmp_path / "B"))
+    assert "name='A'" in told(tmp_path / "A", TRITON_LIBCUDA_PATH=str(tmp_path / "C"))
 
 
 @pytest.mark.parametrize("how", ["FAILS", "CRASHES"])
@@ -45,6 +46,8 @@ def test_a_driver_that_does_not_work_has_no_gpus_and_takes_nobody_with_it(how: s
 
 def test_what_pytorch_sees_is_what_we_see() -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is what is compared with")
+    if this_machine().gpus and torch.version.cuda is None:
+        pytest.skip("this PyTorch knows no GPUs")
     seen = [torch.cuda.get_device_properties(place) for place in range(torch.cuda.device_count())]
     gpus = this_machine().gpus
     assert [(gpu.name, gpu.capability) for gpu in gpus] == [(gpu.name, f"{gpu.major}.{gpu.minor}") for gpu in seen]

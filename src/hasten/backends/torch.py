@@ -21,6 +21,7 @@ from hasten.core.buckets import check_lengths
 from hasten.core.errors import StageError
 from hasten.core.execution import Execution, Trial
 from hasten.core.hardware import Machine
+from hasten.core.recording import recording
 from hasten.core.tensors import Batch, FloatArray, IntArray, Layout, Outputs, SessionSpec, pad, unpad
 from hasten.core.variant import CPU, CUDA, Precision, Support, Variant
 
@@ -144,7 +145,7 @@ class ModuleSession(PaddedSession):
         import torch
 
         try:
-            with torch.inference_mode():
+            with recording.beside_others(), torch.inference_mode():
                 results = self._module(
                     **{name: torch.from_numpy(feed).to(self._device) for name, feed in feeds.items()}
                 )

@@ -24,7 +24,7 @@ _TIMEOUT_S = 60.0
 
 def visible() -> list[dict[str, Any]]:
     """Of each its name, memory_bytes, capability and driver, in CUDA's order; none where there is no driver."""
-    if _opened(_library()) is None:
+    if _found() is None:
         return []
     command = [sys.executable or "python3", "-I", "-S", __file__]
     try:
@@ -36,9 +36,10 @@ def visible() -> list[dict[str, Any]]:
     return found
 
 
-def _library() -> str:
-    """Where the loader finds it, or where Triton was told that it lies."""
-    return str(Path(os.environ.get("TRITON_LIBCUDA_PATH", ""), _DRIVER))
+def _found() -> Any | None:
+    """Where Triton was told that it lies, or where the loader finds it."""
+    told = os.environ.get("TRITON_LIBCUDA_PATH")
+    return (_opened(str(Path(told, _DRIVER))) if told else None) or _opened(_DRIVER)
 
 
 def _opened(library: str) -> Any | None:
@@ -49,8 +50,8 @@ def _opened(library: str) -> Any | None:
 
 
 def _ask() -> list[dict[str, Any]]:
-    cuda, count = ctypes.CDLL(_library()), ctypes.c_int()
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+    cuda, count = _found(), ctypes.c_int()
+    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return []
     driver = _driver_version(cuda)
     return [_about(cuda, place) | {"driver": driver} for place in range(count.value)]

@@ -1,6 +1,6 @@
-"""CUDA graphs are recorded by one session at a time, and while one of ONNX Runtime does, its others keep still.
+"""CUDA graphs are recorded by one session at a time, and meanwhile no other session allocates, frees or copies.
 
-It records in the mode in which whatever another thread allocates or copies meanwhile is an error, there and here.
+ONNX Runtime records in the mode in which whatever another thread does of that kind is an error, there and here.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Recording:
 
     @contextmanager
     def beside_others(self) -> Iterator[None]:
+        """Not one in another: who records may have come between the two."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_recorded and not self._waiting)
             self._working += 1

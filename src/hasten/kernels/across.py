@@ -1,6 +1,7 @@
 """Copies between the host and the device by a kernel.
 
-In a graph of kernels the copy engine is somebody else: handing over to it and back takes longer than a batch's copy.
+In a graph of kernels the copy engine is somebody else: handing over to it and back takes longer than a small copy. A
+large one is left to it: the multiprocessors have better to do.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import triton
 import triton.language as tl
 
 _BLOCK = 2048
+_MOST_BYTES = 2**20
 
 
 def across(source: Any, target: Any) -> None:
     """As many numbers of one kind; what lies on the host is pinned."""
     count = source.numel()
+    if count * source.element_size() > _MOST_BYTES:
+        target.copy_(source, non_blocking=True)
+        return
     _copy[(triton.cdiv(count, _BLOCK),)](source.contiguous(), target, count, block=_BLOCK)
 
 

@@ -82,7 +82,7 @@ class Replay:
         """Those that were not used for long make room."""
         graph = self._graphs.pop(bucket, None)
         if graph is None:
-            with recording.alone(), garbage_kept():
+            with garbage_kept():
                 graph = _Graph(self._compute, bucket, self.stream, self._products, self._pool, self._outbox)
             self._pool = graph.pool
         self._graphs[bucket] = graph
@@ -136,20 +136,22 @@ class _Graph:
         here = torch.zeros(sum(bucket.sizes), dtype=torch.int32, pin_memory=True)
         # What is recorded is for all calls, whatever this one's caller has casts set to.
         with torch.inference_mode(), torch.autocast("cuda", enabled=False), torch.cuda.stream(stream):
-            there = torch.zeros_like(here, device=stream.device)
-            # Kernels are compiled and libraries make their workspaces, which no graph may hold.
-            across(here, there)
-            for _ in range(2):
-                result = compute(there, bucket)
-            back = outbox.like(result)
-            across(result, back)
-            stream.synchronize()
-            # cuBLAS's workspace must be the graph's own: others may give back the one there is (torch.compile does).
-            torch._C._cuda_clearCublasWorkspaces()
-            with recorded(stream, products, pool) as self._graph:
+            # Kernels are compiled and libraries make their workspaces, which no graph may hold; that may take seconds.
+            with recording.beside_others():
+                there = torch.zeros_like(here, device=stream.device)
                 across(here, there)
-                across(compute(there, bucket), back)
-            torch._C._cuda_clearCublasWorkspaces()
+                for _ in range(2):
+                    result = compute(there, bucket)
+                back = outbox.like(result)
+                across(result, back)
+                stream.synchronize()
+            with recording.alone():
+                # cuBLAS's workspace must be the graph's own: others may give back the one there is, as torch.compile.
+                torch._C._cuda_clearCublasWorkspaces()
+                with recorded(stream, products, pool) as self._graph:
+                    across(here, there)
+                    across(compute(there, bucket), back)
+                torch._C._cuda_clearCublasWorkspaces()
         self.pool = self._graph.pool()
         self._stream, self._there = stream, there
         self._here, self._back = here.numpy(), back

@@ -176,7 +176,7 @@ class Served:
                     done,
                     len(batches),
                     time.monotonic() - begin,
-                    f" and in {taken / 1e6:.0f} MB of GPU memory" if taken else "",
+                    f" and in {taken / 1e6:.0f} MB of GPU memory" if taken > 0 else "",
                 )
             else:
                 session.warm(_warming(self.variant, self.bundle.report.plan.shapes))

@@ -18,6 +18,7 @@ from hasten.backends.fused.session import ABOUT, CUDA, DTYPES, NARROW, About, Fu
 from hasten.backends.torch import probe_torch_gpu
 from hasten.core.errors import StageError
 from hasten.core.hardware import Machine
+from hasten.core.recording import recording
 from hasten.core.tensors import Batch
 from hasten.core.variant import Precision, Support, Variant
 
@@ -117,7 +118,7 @@ class Fused:
         from safetensors.torch import load_file
 
         about = read_about(artifact)
-        with translated(f"{artifact.variant} cannot be loaded"):
+        with translated(f"{artifact.variant} cannot be loaded"), recording.beside_others():
             weights = load_file(artifact.path(), device=CUDA)
             is_dependent = torch.cuda.get_device_capability() >= HOPPER
             return FusedSession(about, weights, artifact, device=CUDA, is_dependent=is_dependent)

@@ -17,6 +17,7 @@ import numpy as np
 from hasten.backends import Artifact, OpenSession
 from hasten.core.buckets import check_ids, check_lengths
 from hasten.core.errors import HastenError, StageError
+from hasten.core.recording import recording
 from hasten.core.tensors import MASKS, Batch, FloatArray, Layout, Outputs, SessionSpec, gather
 from hasten.core.variant import Precision
 
@@ -152,9 +153,10 @@ class FusedSession(OpenSession):
         if self._is_closed:
             return
         self._is_closed = True
-        for lane in self._lanes:
-            lane.close()
-        self._weights, self._lanes = {}, []
+        with recording.beside_others():
+            for lane in self._lanes:
+                lane.close()
+            self._weights, self._lanes = {}, []
 
     @property
     def lane(self) -> Lane:
@@ -164,7 +166,8 @@ class FusedSession(OpenSession):
     def _in_turn(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
         """Several at a time: where one leaves the device idle another is computed, and the host reads and packs."""
         while len(self._lanes) < LANES:
-            self._lanes.append(self._lane())
+            with recording.beside_others():
+                self._lanes.append(self._lane())
         started: deque[tuple[Lane, Batch]] = deque()
 
         def finished() -> Outputs:

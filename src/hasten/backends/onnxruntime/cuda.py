@@ -77,6 +77,7 @@ class CudaSession(PaddedSession):
         # Proven when it was made (stored_precision); the bundle's hashes keep it so.
         self.spec = SessionSpec(signature, Layout.PADDED, device, artifact.variant.precision)
 
+    @recording.beside_others()
     def close(self) -> None:
         self._buckets.clear()
         self.runtime = None
@@ -87,9 +88,15 @@ class CudaSession(PaddedSession):
         signature = self.spec.signature
         room = bucket_of(batch, signature)
         feeds = fill(batch, signature, room)
+        known = self._buckets.get(room)
         try:
-            results = self._bucket(room)(feeds)
+            # A new one allocates, and records.
+            with recording.alone() if known is None else recording.beside_others():
+                results = self._bucket(room)(feeds)
         except Exception as error:
+            if known is None:
+                # Nothing was recorded: the next one begins anew.
+                self._buckets.pop(room, None)
             raise StageError(f"ONNX Runtime failed on a batch of {len(batch)}: {error}") from error
         return take_out(results, batch, signature, room)
 
@@ -140,17 +147,14 @@ class _Bucket:
             else:
                 self._binding.bind_output(spec.name, device)
         self._options = onnxruntime.RunOptions()
-        self._options.add_run_config_entry("gpu_graph_id", str(graph))
         # The first batch is computed twice, and recorded.
-        self._is_recorded = graph == _NO_GRAPH
+        self._options.add_run_config_entry("gpu_graph_id", str(graph))
 
     def __call__(self, feeds: Mapping[str, IntArray]) -> dict[str, FloatArray]:
-        with recording.beside_others() if self._is_recorded else recording.alone():
-            for name, value in self._inputs.items():
-                value.update_inplace(feeds[name])
-            self._session.run_with_iobinding(self._binding, self._options)
-            self._is_recorded = True
-            return dict(zip(self._outputs, self._binding.copy_outputs_to_cpu(), strict=True))
+        for name, value in self._inputs.items():
+            value.update_inplace(feeds[name])
+        self._session.run_with_iobinding(self._binding, self._options)
+        return dict(zip(self._outputs, self._binding.copy_outputs_to_cpu(), strict=True))
 
 
 def open_graph(

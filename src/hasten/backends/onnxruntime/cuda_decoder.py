@@ -16,6 +16,7 @@ from hasten.backends.onnxruntime.decoder import DecoderSession, bind_place
 from hasten.backends.onnxruntime.device_caches import DeviceCaches
 from hasten.backends.onnxruntime.session import Placement, placements
 from hasten.core.errors import StageError, UnsupportedError
+from hasten.core.recording import recording
 from hasten.core.tensors import FloatArray, IntArray
 from hasten.core.variant import CUDA
 
@@ -38,7 +39,14 @@ class CudaDecoder(DecoderSession):
         device: str = CUDA,
     ) -> None:
         self._device = device
-        super().__init__(artifact, options, slots, profile)
+        with recording.beside_others():
+            super().__init__(artifact, options, slots, profile)
+
+    close = recording.beside_others()(DecoderSession.close)
+    begin = recording.beside_others()(DecoderSession.begin)
+    step = recording.beside_others()(DecoderSession.step)
+    copy = recording.beside_others()(DecoderSession.copy)
+    end = recording.beside_others()(DecoderSession.end)
 
     def _open(self, graph: Path, options: RunOptions, profile: str | None) -> Any:
         session = open_graph(str(graph), self._device, profile)
