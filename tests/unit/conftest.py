@@ -10,8 +10,8 @@ from typing import Any, Self
 import numpy as np
 import pytest
 from hypothesis import settings
-from tokenizers import Encoding, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models, pre_tokenizers, processors
 
 from hasten.backends import MODEL, Artifact
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
@@ -104,9 +104,14 @@ def fast_tokenizer() -> FastTokenizer:
 
 
 @pytest.fixture
-def spelled() -> Callable[[Encoding], str]:
-    """The tokens of one of its rows."""
-    return lambda encoding: " ".join(WORDS[token] for token in encoding.ids)
+def spelled() -> Callable[[Batch], list[str]]:
+    """The tokens of each row."""
+
+    def spell(batch: Batch) -> list[str]:
+        rows = np.split(batch.values["input_ids"], np.cumsum(batch.lengths)[:-1])
+        return [" ".join(WORDS[token] for token in row) for row in rows]
+
+    return spell
 
 
 @pytest.fixture

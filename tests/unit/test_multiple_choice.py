@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Encoding
 
 from hasten.core.errors import InputError
+from hasten.core.tensors import Batch
 from hasten.core.tokenizer import Tokenizer
 from hasten.measure.data import sample_texts
 from hasten.tasks import TaskSpec
@@ -31,9 +31,9 @@ def outputs(*values: float) -> dict[str, np.ndarray]:
     return {"logits": np.array(values, np.float32)[:, None]}
 
 
-def test_a_choice_is_a_row_beside_its_prompt(questions: Questions, spelled: Callable[[Encoding], str]) -> None:
+def test_a_choice_is_a_row_beside_its_prompt(questions: Questions, spelled: Callable[[Batch], list[str]]) -> None:
     assert questions.item_of_row.tolist() == [0, 0, 1, 2, 2, 2]
-    assert [spelled(encoding) for encoding in questions.encodings] == [
+    assert spelled(questions.batch) == [
         "[CLS] a [SEP] b [SEP]",
         "[CLS] a [SEP] c d [SEP]",
         "[CLS] e f [SEP] g [SEP]",

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from scipy import stats
-from tokenizers import Encoding
 
 from hasten.core.errors import InputError
+from hasten.core.tensors import Batch
 from hasten.core.tokenizer import Tokenizer
 from hasten.predictor import Predictor
 from hasten.tasks import TASKS, Encoded, TaskSpec
@@ -89,10 +89,10 @@ def test_half_precision_vectors_come_as_single(encoded: MakeEncoded) -> None:
     ],
 )
 def test_prompts_stand_before_the_text(
-    tokenizer: Tokenizer, spelled: Callable[[Encoding], str], spec: TaskSpec, given: dict[str, object], prompt: str
+    tokenizer: Tokenizer, spelled: Callable[[Batch], list[str]], spec: TaskSpec, given: dict[str, object], prompt: str
 ) -> None:
     encoded = TASK.encode(["a", ("b", "c")], tokenizer, TASK.options(spec, given))
-    texts = [spelled(encoding) for encoding in encoded.encodings]
+    texts = spelled(encoded.batch)
     assert texts == [f"[CLS] {prompt}{text} [SEP]" for text in "abc"]
     assert encoded.item_of_row.tolist() == [0, 1, 1]
     assert encoded.items == 2

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from scipy import special, stats
-from tokenizers import Encoding
 
 from hasten.core.errors import InputError
+from hasten.core.tensors import Batch
 from hasten.core.tokenizer import Tokenizer
 from hasten.measure.data import sample_rows
 from hasten.tasks import TASKS, TaskSpec
@@ -132,10 +132,10 @@ def test_several_scores_make_no_ranking(tokenizer: Tokenizer) -> None:
 # --- rows of tokens
 
 
-def test_one_row_a_document(tokenizer: Tokenizer, spelled: Callable[[Encoding], str]) -> None:
+def test_one_row_a_document(tokenizer: Tokenizer, spelled: Callable[[Batch], list[str]]) -> None:
     items = TASK.parse([{"query": "a", "documents": ["b", "c d"]}, ["e", "f"]])
     encoded = TASK.encode(items, tokenizer, TASK.options(ONE, {}))
-    assert [spelled(encoding) for encoding in encoded.encodings] == [
+    assert spelled(encoded.batch) == [
         "[CLS] a [SEP] b [SEP]",
         "[CLS] a [SEP] c d [SEP]",
         "[CLS] e [SEP] f [SEP]",
@@ -149,11 +149,11 @@ def test_one_row_a_document(tokenizer: Tokenizer, spelled: Callable[[Encoding], 
     [({}, "d e a"), ({"prompt_name": "none"}, "a"), ({"prompt": "x "}, "x a"), ({"prompt": ""}, "a")],
 )
 def test_a_prompt_stands_before_the_query_alone(
-    tokenizer: Tokenizer, spelled: Callable[[Encoding], str], given: dict[str, object], first: str
+    tokenizer: Tokenizer, spelled: Callable[[Batch], list[str]], given: dict[str, object], first: str
 ) -> None:
     spec = TaskSpec(TASK.name, ("LABEL_0",), prompts={"query": "d e ", "none": ""}, default_prompt="query")
     encoded = TASK.encode(TASK.parse([["a", "b"]]), tokenizer, TASK.options(spec, given))
-    assert spelled(encoded.encodings[0]) == f"[CLS] {first} [SEP] b [SEP]"
+    assert spelled(encoded.batch)[0] == f"[CLS] {first} [SEP] b [SEP]"
 
 
 # --- answers

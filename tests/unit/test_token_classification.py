@@ -426,7 +426,7 @@ def test_outputs_that_are_no_numbers_never_agree(word_pieces: Tokenizer) -> None
 
 
 def test_texts_that_are_nothing_to_the_tokenizer_can_be_compared(word_pieces: Tokenizer) -> None:
-    empty = word_pieces.encode([""])
+    empty = word_pieces.encode([""], is_traced=True)
     encoded = Encoded(empty.batch, np.arange(1), 1, (), empty.encodings)
     logits = logits_for()
     assert TASK.agree({"logits": logits}, {"logits": logits}, encoded, SPEC).value == 1.0

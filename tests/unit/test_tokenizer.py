@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Encoding, models, processors
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models, processors
 
 from hasten.core.errors import BundleError
+from hasten.core.tensors import Batch
 from hasten.core.tokenizer import Tokenizer, TokenizerSpec
 
 BOTH = ("input_ids", "token_type_ids")
 
 
-Spelled = Callable[[Encoding], str]
+Spelled = Callable[[Batch], list[str]]
 
 
 def test_rows_are_not_padded(tokenizer: Tokenizer) -> None:
@@ -28,7 +29,7 @@ def test_rows_are_not_padded(tokenizer: Tokenizer) -> None:
 
 def test_pairs_go_through_the_template(tokenizer: Tokenizer, spelled: Spelled) -> None:
     tokens = tokenizer.encode([("a b", "c"), "a"])
-    assert spelled(tokens.encodings[0]) == "[CLS] a b [SEP] c [SEP]"
+    assert spelled(tokens.batch)[0] == "[CLS] a b [SEP] c [SEP]"
     assert tokens.batch.values["token_type_ids"].tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0]
 
 
@@ -66,8 +67,8 @@ def test_padding_and_truncation_in_the_file_are_reset(
     fast_tokenizer.enable_truncation(4, strategy="only_first", direction="left")
     fast_tokenizer.save(str(tmp_path / "fixed.json"))
     tokens = Tokenizer.open(tmp_path / "fixed.json", TokenizerSpec(BOTH, 8)).encode(["a b c", "a b c d e f g h"])
-    assert spelled(tokens.encodings[0]) == "[CLS] a b c [SEP]"
-    assert spelled(tokens.encodings[1]) == "[CLS] a b c d e f [SEP]"
+    assert spelled(tokens.batch)[0] == "[CLS] a b c [SEP]"
+    assert spelled(tokens.batch)[1] == "[CLS] a b c d e f [SEP]"
     assert tokens.truncated == (1,)
 
 
@@ -84,14 +85,14 @@ def test_padding_and_truncation_in_the_file_are_reset(
 )
 def test_truncation_at_six(tokenizer_file: Path, text: str | tuple[str, str], kept: str, spelled: Spelled) -> None:
     tokens = Tokenizer.open(tokenizer_file, TokenizerSpec(BOTH, 6)).encode([text])
-    assert spelled(tokens.encodings[0]) == kept
+    assert spelled(tokens.batch)[0] == kept
     whole = len(" ".join([text] if isinstance(text, str) else text).split()) + (2 if isinstance(text, str) else 3)
     assert tokens.truncated == ((0,) if whole > 6 else ())
 
 
 def test_two_long_texts_share_the_room(tokenizer_file: Path, spelled: Spelled) -> None:
     tokens = Tokenizer.open(tokenizer_file, TokenizerSpec(BOTH, 7)).encode([("a b c d e f", "g h i j k l")])
-    assert spelled(tokens.encodings[0]) == "[CLS] a b [SEP] g h [SEP]"
+    assert spelled(tokens.batch)[0] == "[CLS] a b [SEP] g h [SEP]"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_two_long_texts_share_the_room(tokenizer_file: Path, spelled: Spelled) -
 )
 def test_truncation_on_the_left(tokenizer_file: Path, text: str | tuple[str, str], kept: str, spelled: Spelled) -> None:
     tokens = Tokenizer.open(tokenizer_file, TokenizerSpec(BOTH, 5, truncates_left=True)).encode([text])
-    assert spelled(tokens.encodings[0]) == kept
+    assert spelled(tokens.batch)[0] == kept
 
 
 def test_every_truncated_row_is_reported(tokenizer_file: Path) -> None:
@@ -177,7 +178,7 @@ def test_a_missing_file_is_a_bundle_error(tmp_path: Path) -> None:
 
 
 def test_ids_become_text_again(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(["a b zebra"]).encodings[0].ids
+    ids = tokenizer.encode(["a b zebra"]).batch.values["input_ids"].tolist()
     assert tokenizer.decode(ids) == "[CLS] a b [UNK] [SEP]"
     assert tokenizer.decode([]) == ""
     assert tokenizer.decode([99]) == ""

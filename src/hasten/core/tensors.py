@@ -128,9 +128,8 @@ class Batch:
     @classmethod
     def from_rows(cls, rows: Mapping[str, Sequence[Sequence[int]]]) -> Batch:
         first = next(iter(rows.values()))
-        lengths = np.fromiter(map(len, first), np.int32, len(first))
-        total = int(lengths.sum())
-        values = {name: np.fromiter(chain.from_iterable(column), np.int32, total) for name, column in rows.items()}
+        lengths = np.array([len(row) for row in first], np.int32)
+        values = {name: np.array(list(chain.from_iterable(column)), np.int32) for name, column in rows.items()}
         return cls(values, lengths)
 
     @classmethod

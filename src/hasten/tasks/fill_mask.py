@@ -97,7 +97,7 @@ class FillMask:
         return Options(spec.mask_token, top_k, targets)
 
     def encode(self, items: Sequence[str], tokenizer: Tokenizer, options: Options) -> Masked:
-        tokens = tokenizer.encode(items)
+        tokens = tokenizer.encode(items, is_traced=True)
         mask_id = tokenizer.id_of(options.mask_token)
         for place, encoding in enumerate(tokens.encodings, 1):
             # Also where other masks are left: an answer for each is what was asked for.
