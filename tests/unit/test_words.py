@@ -94,6 +94,12 @@ def test_where_a_word_depends_on_more_than_itself_all_is_left_to_the_library() -
     assert Words.of(FastTokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))) is None
 
 
+def test_without_a_token_for_the_unknown_a_known_word_has_an_answer() -> None:
+    made = backend()
+    made.model = models.WordPiece({"b": 0, "[CLS]": 2, "[SEP]": 3}, unk_token="?")
+    assert told(Tokenizer(made, spec()), ["b b"], is_traced=False)[0]["input_ids"] == [2, 0, 0, 3]
+
+
 def test_words_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "_MOST", 3)
     found = Words.of(backend())

@@ -206,13 +206,16 @@ class Tokenizer:
     @cached_property
     def _frame(self) -> tuple[Words, list[int], list[int]] | None:
         """Words that can be looked up, and the ids that stand before and after them."""
-        words, sample = Words.of(self._unfinished), self._unfinished.encode("a", add_special_tokens=False)
+        words = Words.of(self._unfinished)
+        if words is None:
+            return None
+        sample = self._unfinished.encode("a", add_special_tokens=False)
         whole = self.join(sample)
         size = len(whole) - len(sample)
         before = next(
             (place for place in range(size + 1) if whole.ids[place : place + len(sample)] == sample.ids), None
         )
-        if words is None or before is None or any(whole.type_ids) or size >= self.spec.max_length:
+        if before is None or any(whole.type_ids) or size >= self.spec.max_length:
             return None
         return words, whole.ids[:before], whole.ids[before + len(sample) :]
 

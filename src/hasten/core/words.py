@@ -6,12 +6,13 @@ microseconds for each word, every time.
 
 from __future__ import annotations
 
-import json
 from itertools import chain
 
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
 
-_CUTS_AT_SPACES = {"normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer", "model": "WordPiece"}
 # Longer ones hardly come twice. When there are too many it begins anew.
 _LONGEST, _MOST = 32, 2**16
 _SPACES = str.maketrans("\t\n\r", "   ")
@@ -29,9 +30,12 @@ class Words:
     @classmethod
     def of(cls, bare: FastTokenizer) -> Words | None:
         """None where a word's tokens may depend on more than the word."""
-        about = json.loads(bare.to_str())
-        is_cut = all((about[part] or {}).get("type") == kind for part, kind in _CUTS_AT_SPACES.items())
-        if not is_cut or not about["normalizer"]["clean_text"]:
+        normalizer, model = bare.normalizer, bare.model
+        is_clean = isinstance(normalizer, BertNormalizer) and normalizer.clean_text
+        if not is_clean or not isinstance(bare.pre_tokenizer, BertPreTokenizer) or not isinstance(model, WordPiece):
+            return None
+        # Some vocabularies have none: then a word that is unknown is an error, of the text that it is in.
+        if bare.token_to_id(model.unk_token) is None:
             return None
         words = cls(bare)
         return None if any(sign.isalnum() or sign.isspace() for sign in words._signs) else words
