@@ -16,7 +16,7 @@ from hasten.core.errors import BundleError
 from hasten.core.tensors import Batch
 from hasten.core.words import Words
 
-# More texts at once are faster in the library, which shares them out to all cores and lets others work meanwhile.
+# More texts at once are left to the library, which shares them out to all cores and lets other threads go on meanwhile.
 _FEW = 16
 # Which attribute of an encoding feeds which input of a model.
 _COLUMNS = {"input_ids": "ids", "token_type_ids": "type_ids"}
@@ -90,8 +90,7 @@ class Tokenizer:
         unknown = [text for text, row in zip(texts, rows, strict=True) if row is None]
         encodings = iter(self._backend.encode_batch_fast(unknown) if unknown else ())
         found = [row or _Row.of(next(encodings)) for row in rows]
-        columns = {name: [getattr(row, _COLUMNS[name]) for row in found] for name in self.spec.inputs}
-        return Tokens(Batch.from_rows(columns), tuple(place for place, row in enumerate(found) if row.is_cut), ())
+        return Tokens(self._batch(found), tuple(place for place, row in enumerate(found) if row.is_cut), ())
 
     def encode_words(self, sentences: Sequence[Sequence[str]]) -> Tokens:
         """One row per sentence that is already cut into words."""
@@ -143,8 +142,7 @@ class Tokenizer:
 
     def tokens(self, encodings: Sequence[Encoding], truncated: Sequence[int] = ()) -> Tokens:
         """Rows of encodings that were joined here."""
-        columns = {name: [getattr(encoding, _COLUMNS[name]) for encoding in encodings] for name in self.spec.inputs}
-        return Tokens(Batch.from_rows(columns), tuple(truncated), encodings)
+        return Tokens(self._batch(encodings), tuple(truncated), encodings)
 
     def to_text(self, tokens: Sequence[str]) -> str:
         """Tokens put together again, as transformers' convert_tokens_to_string does."""
@@ -189,6 +187,9 @@ class Tokenizer:
         # Byte-level and Unigram models do not name their unknown token; transformers calls it one of these.
         names = (getattr(self._backend.model, "unk_token", None), "<unk>", "[UNK]")
         return next((found for name in names if name and (found := self._backend.token_to_id(name)) is not None), None)
+
+    def _batch(self, rows: Sequence[Encoding | _Row]) -> Batch:
+        return Batch.from_rows({name: [getattr(row, _COLUMNS[name]) for row in rows] for name in self.spec.inputs})
 
     def _looked_up(self, text: str | tuple[str, str]) -> _Row | None:
         """What the library would make of it, where that is known."""
