@@ -66,7 +66,7 @@ class Site:
 
         self.call(close())
         until(lambda: not self.connections.open)
-        assert self.connections.held_bytes == 0
+        assert (self.connections.held_bytes, self.connections.under_way) == (0, 0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

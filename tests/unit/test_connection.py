@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 
@@ -404,6 +405,28 @@ def test_whoever_has_an_answer_sends_it(site: Site) -> None:
             assert raw.recv(2**16).endswith(b"the answer")
         raw.sendall(get("/more", "connection: close"))
         assert statuses(all_of(raw)) == [200]
+
+
+def test_where_many_are_waited_for_the_loop_sends(site: Site) -> None:
+    with ExitStack() as opened:
+        clients = [opened.enter_context(site.connect()) for _ in range(6)]
+        for raw in clients:
+            raw.sendall(get("/held"))
+        until(lambda: len(site.asked) == len(clients))
+        with standstill(site):
+            for exchange in site.asked:
+                exchange.reply(Response.text("the answer"))
+            clients[0].settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                clients[0].recv(1)
+        clients[0].settimeout(20)
+        assert [statuses(raw.recv(2**16)) for raw in clients] == [[200]] * len(clients)
+        until(lambda: not site.connections.under_way)
+        clients[0].sendall(get("/held"))
+        until(lambda: len(site.asked) == len(clients) + 1)
+        with standstill(site):  # who is alone again is sent its answer at once
+            site.asked[-1].reply(Response.text("the answer"))
+            assert statuses(clients[0].recv(2**16)) == [200]
 
 
 def test_what_does_not_fit_goes_before_anything_else(site: Site) -> None:

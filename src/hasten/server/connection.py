@@ -34,6 +34,9 @@ _MOST_AHEAD_BYTES = 2**20
 _LINGER_S = 2.0
 # How often to find out whether a client that sends no more is still there.
 _PROBE_S = 0.25
+# Requests under way for which the thread that has an answer sends it. Where there are more the loop has to run anyway,
+# and a thread that writes would let go of the interpreter and wait for it anew, for each.
+_FEW = 4
 
 
 class Connection(asyncio.Protocol):
@@ -82,12 +85,10 @@ class Connection(asyncio.Protocol):
         if self._stream is not None:
             self._stream.cut()
             self._stream = None
-        leaving = [exchange for exchange, _, _ in self._waiting]
         # One that was sent its answer is still to be settled, and is counted then.
-        if self._current is not None and not self._outlet.has_sent:
-            leaving.insert(0, self._current)
-            self._current = None
-        for exchange in leaving:
+        if not self._outlet.has_sent and (current := self._let_go()) is not None:
+            current.leave()
+        for exchange, _, _ in self._waiting:
             self._owner.held_bytes -= len(exchange.body)
             exchange.leave()
         self._waiting.clear()
@@ -218,6 +219,7 @@ class Connection(asyncio.Protocol):
             self._current, self._is_kept, self._is_old = self._waiting.popleft()
             self._ahead_bytes -= len(self._current.body)
             self._regulate()
+            self._owner.under_way += 1
             self._owner.app(self._current)
         elif self._refusal is not None:
             self._say_why()
@@ -227,11 +229,12 @@ class Connection(asyncio.Protocol):
             self._timer.start(self._owner.limits.idle_s, self._leave)
 
     def _answered(self, response: Response) -> None:
-        """From any thread, which sends it where others may follow; the loop does the rest."""
+        """From any thread, which sends it where few are waited for and others may follow; the loop does the rest."""
         exchange, owner = self._current, self._owner
         announce = partial(owner.answered.append, (self, response))
         is_followed = self._is_kept and not self._is_deaf and not owner.is_draining
-        if exchange is not None and is_followed and self._outlet.is_plain and not isinstance(response, Streamed):
+        is_whole = self._outlet.is_plain and not isinstance(response, Streamed)
+        if exchange is not None and is_followed and is_whole and owner.under_way <= _FEW:
             self._outlet.send(_written(response, exchange), announce)
         else:
             announce()
@@ -244,10 +247,9 @@ class Connection(asyncio.Protocol):
             self._begin_stream(response)
             return
         was_sent = self._outlet.settle()
-        exchange, self._current = self._current, None
+        exchange = self._let_go()
         if exchange is None:
             return
-        self._owner.held_bytes -= len(exchange.body)
         if self._transport.is_closing():
             exchange.was_sent(response)
             return
@@ -256,6 +258,14 @@ class Connection(asyncio.Protocol):
         self._outlet.write(b"" if was_sent else _written(response, exchange, is_keeping=not is_last))
         exchange.was_sent(response)
         self._go_on(is_last)
+
+    def _let_go(self) -> Exchange | None:
+        """Of what is being answered: it is over."""
+        exchange, self._current = self._current, None
+        if exchange is not None:
+            self._owner.under_way -= 1
+            self._owner.held_bytes -= len(exchange.body)
+        return exchange
 
     def _is_last(self, *, may_close: bool) -> bool:
         """Whether nothing follows the answer that is given now."""
@@ -308,8 +318,8 @@ class Connection(asyncio.Protocol):
                 self._end_stream(exchange, stream)
 
     def _end_stream(self, exchange: Exchange, stream: Stream) -> None:
-        self._current = self._stream = None
-        self._owner.held_bytes -= len(exchange.body)
+        self._stream = None
+        self._let_go()
         exchange.was_sent(Response(stream.status, b""))
         self._go_on(self._is_last_stream or self._is_last(may_close=False))
 

@@ -42,6 +42,8 @@ class Connections:
         # whoever has its answer finds it counted.
         self.answered: deque[tuple[Connection, Response]] = deque()
         self.held_bytes = 0
+        # Requests that are being answered.
+        self.under_way = 0
         # Answers are the last of their connection; those that are idle are closed.
         self.is_draining = self.is_drained = False
 

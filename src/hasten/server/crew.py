@@ -78,8 +78,7 @@ class Crew:
 
     def call_encoders(self) -> None:
         """Where chores are left: whoever added them took the worker that now runs a batch for idle."""
-        if self.chores:
-            self._encoders_wake.notify_all()
+        self._encoders_wake.notify(len(self.chores))
 
     # Who waits
 

@@ -262,32 +262,34 @@ class Engine:
 
     def _hand_out(self, job: Job, parts: Sequence[Outputs], seconds: float) -> None:
         """To each request the outputs of its rows; whoever has all of them is answered."""
-        for part, own in zip(job.slices, parts, strict=True):
-            work = part.work
-            with self._lock:
+        complete: list[Work] = []
+        with self._lock:
+            for part, own in zip(job.slices, parts, strict=True):
+                work = part.work
                 work.parts.append((part.rows, own))
                 work.compute_s += seconds
                 work.missing -= len(part.rows)
-                is_complete = not work.missing
-                # Decoded here if nothing else is to be run, by others if so.
-                is_busy = is_complete and bool(self._queue)
-                is_given = is_busy and self._crew.give_away(partial(self._complete, work))
-            if is_complete and not is_given:
-                self._complete(work)
+                if not work.missing:
+                    complete.append(work)
+            # Decoded here if nothing else is to be run, by others if so.
+            is_given = bool(complete and self._queue) and self._crew.give_away(partial(self._complete, complete))
+        if not is_given:
+            self._complete(complete)
 
-    def _complete(self, work: Work) -> None:
-        outcome: Outputs | HastenError
+    def _complete(self, works: Sequence[Work]) -> None:
+        for work in works:
+            self._end(work, self._outcome(work))
+
+    def _outcome(self, work: Work) -> Outputs | HastenError:
         if work.is_cancelled:
-            outcome = UnavailableError("the client has left")
-        elif len(work.parts) == 1:
-            outcome = work.parts[0][1]
-        else:
-            try:
-                outcome = gather(work.parts, work.batch, self._signature)
-            except Exception as error:
-                logger.exception("outputs do not fit together")
-                outcome = StageError(f"the model failed: {type(error).__name__}")
-        self._end(work, outcome)
+            return UnavailableError("the client has left")
+        if len(work.parts) == 1:
+            return work.parts[0][1]
+        try:
+            return gather(work.parts, work.batch, self._signature)
+        except Exception as error:
+            logger.exception("outputs do not fit together")
+            return StageError(f"the model failed: {type(error).__name__}")
 
     def _end(self, work: Work, outcome: Outputs | HastenError) -> None:
         """Once, whatever else becomes of its rows: some may still wait or run when others have failed."""

@@ -1,7 +1,7 @@
 """The way out of a connection: written to by the event loop, or at once by the thread that has an answer.
 
-To wake the loop so that it writes takes a change of threads, at a time when all cores may be busy
-(docs/decisions/http.md).
+To wake the loop so that it writes takes a change of threads, at a time when all cores may be busy; where many wait, one
+such change is for all of them (docs/decisions/http.md).
 """
 
 from __future__ import annotations
