@@ -10,7 +10,8 @@ device to tensors on the device, synchronised. Of the fused backend also what th
 its copies from and to the host with it; and the same with its last layer pruned, which is off in all else; and the time
 of each kernel.
 Who draws all the power that the GPU may is given a slower clock after some tenths of a second, and the next one begins
-with it: the device's own times are taken after moments of rest, and beside them sustained ones, of runs in a row.
+with it: every round of every variant begins after a moment of rest; beside the device's own times stand sustained ones,
+of runs in a row.
 FILE holds the token counts of a mixed stream of texts, one a line; without it they are those of the results. It is
 computed by each after a rest; and then over and over, with the clock and the power that the GPU settles at.
 What the file of results holds of other models, shapes and variants is kept, with the time that it is from. Nothing else
@@ -285,6 +286,7 @@ def study(
         between = {lane: on_device(session, batch, feeds) for lane, session in fair.items()} if is_gpu else {}
         for _ in range(rounds):
             for lane, session in fair.items():
+                rest()
                 calls[lane] += timed(partial(session.run, batch))
                 if is_gpu:
                     alone[lane] += timed(between[lane])
@@ -367,6 +369,12 @@ def timed(ask: Callable[[], Any]) -> list[float]:
     return taken
 
 
+def rest() -> None:
+    """What the one before has drawn of the power is not taken from the next."""
+    if torch.cuda.is_available():
+        time.sleep(_REST_S)
+
+
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -379,7 +387,7 @@ def device_ms(session: FusedSession, batch: Batch, *, rests: bool = True) -> dic
     last, on = session.lane.replay.last, session.lane.replay.stream
     for place in range(ROUNDS * RUNS):
         if rests and place % RUNS == 0:
-            time.sleep(_REST_S)
+            rest()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(on):
             # Meanwhile the host queues the rest.
@@ -440,7 +448,7 @@ def stream(lengths: Sequence[int], model: Any, sessions: Mapping[str, Session]) 
         for _ in range(ROUNDS if torch.cuda.is_available() else 1):
             for name, ask in lanes.items():
                 synchronize()
-                time.sleep(_REST_S if torch.cuda.is_available() else 0.0)
+                rest()
                 times[name].append(once(ask))
         return times
 
