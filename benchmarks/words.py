@@ -3,7 +3,8 @@
     python benchmarks/words.py --tokenizer FILE [--texts FILE]
 
 FILE is a tokenizer.json of BERT's kind; texts are one a line of JSON with a "text", or hasten's own sample. Ids are
-compared first. Nothing else may run meanwhile.
+compared first, and all words learnt; then the same with one word of each text that is new every time, and with all.
+Nothing else may run meanwhile.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,14 @@ from origin import origin
 HERE = Path(__file__).parent
 ROUNDS = 21
 LENGTHS = (16, 128)
+# How often all texts come before all of their words are known.
+LEARNT = 20
+numbers = count()
+NEW: dict[str, Callable[[str], str]] = {
+    "": lambda text: text,
+    ", one new word": lambda text: f"{text} x{next(numbers)}",
+    ", all words new": lambda text: " ".join(f"{word}{next(numbers)}" for word in text.split()),
+}
 
 
 def main() -> None:
@@ -44,10 +54,11 @@ def main() -> None:
         "as they are": texts,
         **{f"{n} tokens": of_length(tokenizer, texts, n) for n in LENGTHS},
     }.items():
-        row = study(name, tokenizer, some)
-        rows.append(row)
-        print(row, flush=True)
-    results = {**origin(), "texts": source, "rows": rows}
+        for what, renewed in NEW.items():
+            row = study(name + what, tokenizer, some, renewed)
+            rows.append(row)
+            print(row, flush=True)
+    results = {**origin(), "tokenizer": args.tokenizer.parent.name, "texts": source, "rows": rows}
     args.output.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
 
 
@@ -62,14 +73,15 @@ def of_length(tokenizer: Tokenizer, texts: Sequence[str], tokens: int) -> list[s
     return found
 
 
-def study(name: str, tokenizer: Tokenizer, texts: Sequence[str]) -> dict[str, Any]:
-    for text in texts:
+def study(name: str, tokenizer: Tokenizer, texts: Sequence[str], renewed: Callable[[str], str]) -> dict[str, Any]:
+    for text in texts * LEARNT:
         ours, theirs = (how(tokenizer, text).batch.values["input_ids"] for how in (looked_up, library))
         assert ours.tolist() == theirs.tolist(), text
     taken: dict[str, list[float]] = {"library": [], "looked up": []}
     for _ in range(ROUNDS):
+        some = [renewed(text) for text in texts]
         for lane, how in (("library", library), ("looked up", looked_up)):
-            taken[lane].append(timed(how, tokenizer, texts))
+            taken[lane].append(timed(how, tokenizer, some))
     medians = {lane: float(np.median(values)) for lane, values in taken.items()}
     tokens = sum(len(library(tokenizer, text).batch.values["input_ids"]) for text in texts) / len(texts)
     ratio = medians["library"] / medians["looked up"]

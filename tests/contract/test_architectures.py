@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import hasten
 import support
 import tiny
 from hasten.core.errors import HastenError, UnsupportedError
+from hasten.core.hardware import Gpu, this_machine
 from hasten.core.report import Pass
+from hasten.core.variant import Support
 from hasten.tasks import TASKS
 
 TASK = "text-classification"
@@ -238,6 +241,18 @@ def test_the_first_layer_is_fused_like_the_others(tiny_model: Any, quick_build: 
 def _fused(bundle: Any) -> int:
     done: Pass = next(done for done in bundle.report.passes if done.name == "fuse")
     return done.operators_after.get("Attention", 0)
+
+
+def test_what_a_backend_is_not_made_from_is_refused_before_it_is_run(
+    tiny_classifier: Any, no_leftovers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu("NVIDIA H200", 2**37, "9.0", "580")
+    monkeypatch.setattr("hasten.builder.outline.this_machine", lambda: replace(this_machine(), gpus=(gpu,)))
+    monkeypatch.setattr("hasten.backends.fused.probe_torch_gpu", lambda _: Support.yes())
+    monkeypatch.setattr("hasten.builder.build.expect", lambda *_, **__: pytest.fail("it was run"))
+    with pytest.raises(UnsupportedError, match="'xlnet' is no architecture of the fused backend") as caught:
+        hasten.build(tiny_classifier("xlnet"), no_leftovers, variants=["fused-fp16@cuda"], threads=1)
+    assert "roberta" in (caught.value.hint or "")
 
 
 # ---- the table

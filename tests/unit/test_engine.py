@@ -71,13 +71,17 @@ def is_running(engine: Engine) -> bool:
 class Asked:
     """A request that waits for its answer."""
 
-    def __init__(self, engine: Engine, rows: Sequence[Sequence[int]], **about: Any) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        rows: Sequence[Sequence[int]],
+        decode: Callable[[Outputs, Encoded], Any] = lambda outputs, _: {k: v.tolist() for k, v in outputs.items()},
+        **about: Any,
+    ) -> None:
         self._done = threading.Event()
         self.answer: Any = None
         self.times = 0
-        self.request: Request[Any] = Request(
-            lambda: encoded(rows), lambda outputs, _: {k: v.tolist() for k, v in outputs.items()}, self._take, **about
-        )
+        self.request: Request[Any] = Request(lambda: encoded(rows), decode, self._take, **about)
         engine.submit(self.request)
 
     @classmethod
@@ -136,6 +140,25 @@ def test_many_at_once_get_their_own(engine: Engine, session: Adding) -> None:
         assert [value for (value,) in answer["sum"]] == [float(sum(row)) for row in each]
         assert [value for (value,) in answer["each"]] == [float(token) for row in each for token in row]
     assert max(session.batches) > 3
+
+
+def test_answers_of_a_batch_are_shared_out(session: Adding) -> None:
+    """While more is to be run: not all of them wait for one that is slow to decode."""
+    engine, is_slow = Engine([session], Limits(rows_per_batch=4), encoders=2), threading.Event()
+    session.gate.clear()
+    first = Asked(engine, [[1]])
+    until(lambda: is_running(engine))
+    slow = Asked(engine, [[2]], decode=lambda *_: is_slow.wait(10))
+    until(lambda: engine.waiting == 1)
+    others = [Asked(engine, [[3]]) for _ in range(4)]
+    until(lambda: engine.waiting == 5 and engine._crew.idle_encoders == 2)
+    session.gate.set()
+    assert first.wait()["sum"] == [[1.0]]
+    until(lambda: sum(other.times for other in others) >= 3)
+    assert slow.times == 0
+    is_slow.set()
+    assert (slow.wait(), [other.wait()["sum"] for other in others]) == (True, [[[3.0]]] * 4)
+    engine.close()
 
 
 def test_a_row_that_fails_takes_nobody_with_it(engine: Engine, session: Adding) -> None:

@@ -54,6 +54,19 @@ def test_who_records_waits_for_those_at_work_and_others_wait_for_it() -> None:
     assert order == ["first", "recorded", "later"]
 
 
+def test_who_is_interrupted_while_it_waits_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = Recording()
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with recording.beside_others():
+        monkeypatch.setattr(recording._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt), recording.alone():
+            pass
+    assert recording._waiting == 0
+
+
 def test_after_an_error_nobody_waits() -> None:
     recording = Recording()
     for kind in (recording.alone, recording.beside_others):

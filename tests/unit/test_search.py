@@ -155,6 +155,9 @@ def test_whoever_lost_in_another_heat_is_not_taken_for_faster() -> None:
     assert [variant.name for variant in ranking] == [names[place] for place in (1, 3, 2, 4, 0)]
     # Where there was no final, their own times tell.
     assert [variant.name for variant in rank(here, shape, ranking)] == [names[place] for place in (2, 1, 3, 4, 0)]
+    # The one that is chosen is on the front, also where another one's time would have it lose.
+    candidates = [judged(name, 0.9 if name == "openvino-fp32" else 0.8) for name in names]
+    assert front(candidates, bench, shape)[0] == "onnxruntime-int8"
 
 
 def test_the_front_leaves_out_what_is_slower_and_no_nearer() -> None:

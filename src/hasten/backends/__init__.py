@@ -205,6 +205,15 @@ class Tunes(Protocol):
 
 
 @runtime_checkable
+class KnowsModules(Protocol):
+    """What a backend may offer beside the contract, where it is made from some architectures and no others."""
+
+    def check_module(self, module: object) -> None:
+        """Refuse one that nothing can be made from, with the reason, before much is done for it."""
+        ...
+
+
+@runtime_checkable
 class Quantizes(Protocol):
     """What a backend may offer beside the contract, where it quantizes a module by itself, product by product."""
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Session, dialect_of
+from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, KnowsModules, RunOptions, Session, dialect_of
 from hasten.builder.attempt import Attempts, Original
 from hasten.builder.check import check_graph, check_tokenizer
 from hasten.builder.choose import GRAPH, compared_with, explain, front, rank
@@ -101,6 +101,7 @@ class _Build(Staged):
             check_tokenizer(tokenizer, loaded.original_tokenizer)
             notes.append(f"{loaded.architecture} for {loaded.task.name}, up to {loaded.signature.max_length} tokens")
             notes += _kind_notes(model, loaded)
+            self._check_asked(loaded)
             if self.quantized is not None:
                 self._check_quantized(loaded)
                 own = ", ".join(one.name for one in self._tried if is_of_quantizers(one))
@@ -243,6 +244,12 @@ class _Build(Staged):
         if model.graph is not None:
             return load_graph(model, self.plan, self._folder("given") / "model.onnx")
         return load_model(model, self.plan)
+
+    def _check_asked(self, loaded: Original) -> None:
+        """What nothing can be made from is refused now: an automatic search passes over it."""
+        for backend in map(BACKENDS.get, dict.fromkeys(Variant.parse(name).backend for name in self.plan.variants)):
+            if isinstance(backend, KnowsModules) and not isinstance(loaded, LoadedGraph):
+                backend.check_module(loaded.module)
 
     def _check_quantized(self, loaded: Original) -> None:
         """A task may ask for another head than the one that quantizers stand in front of."""

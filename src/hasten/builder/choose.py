@@ -115,17 +115,23 @@ def _is_made_from(backend: str, baseline: str) -> bool:
 
 def rank(bench: Bench, shape: Shape, eligible: Sequence[Variant]) -> list[Variant]:
     """Eligible variants that a bundle may hold, fastest first at this shape."""
+    times = _times(bench, shape)
+    stored = (variant for variant in eligible if BACKENDS.get(variant.backend).is_stored)
+    return sorted(stored, key=lambda variant: times[variant.name])
+
+
+def _times(bench: Bench, shape: Shape) -> dict[str, tuple[float, bool]]:
+    """Of each, and whether it was timed apart from the finalists.
+
+    Whoever lost in another heat, at another time, is not taken for faster than a finalist.
+    """
     timings = bench.at(shape)
     finalists = {timing.variant for timing in bench.timings if timing.shape != shape} - {bench.baseline}
     slowest = max((timings[name].p50_ms for name in finalists), default=0.0)
-
-    def time(variant: Variant) -> tuple[float, bool]:
-        is_final = variant.name in (*finalists, bench.baseline)
-        # Whoever lost in another heat, at another time, is not taken for faster than a finalist.
-        own = timings[variant.name].p50_ms
-        return (own if is_final else max(own, slowest)), not is_final
-
-    return sorted((variant for variant in eligible if BACKENDS.get(variant.backend).is_stored), key=time)
+    return {
+        name: (timing.p50_ms, False) if name in (*finalists, bench.baseline) else (max(timing.p50_ms, slowest), True)
+        for name, timing in timings.items()
+    }
 
 
 def explain(
@@ -153,10 +159,8 @@ def explain(
 
 def front(candidates: Sequence[Candidate], bench: Bench, shape: Shape) -> tuple[str, ...]:
     """The variants than which none is both faster and nearer to the original, the fastest first."""
-    timings = bench.at(shape)
-    judged = [
-        (timings[c.variant].p50_ms, c.verdict.loss, c.variant) for c in candidates if c.verdict and c.variant in timings
-    ]
+    times = _times(bench, shape)
+    judged = [(times[c.variant], c.verdict.loss, c.variant) for c in candidates if c.verdict and c.variant in times]
     best: list[str] = []
     least = float("inf")
     for _, loss, variant in sorted(judged):

@@ -148,7 +148,7 @@ class Search:
         except HastenError as error:
             if is_asked:
                 raise
-            self.others.append(Candidate(variant.name, Status.FAILED, error.message))
+            self.others.append(Candidate(variant.name, Status.FAILED, str(error)))
             self.progress.advance(note=f"{variant} failed")
             return False
         self.trials[variant] = trial

@@ -21,8 +21,11 @@ class Recording:
     def alone(self) -> Iterator[None]:
         with self._changed:
             self._waiting += 1
-            self._changed.wait_for(lambda: not self._working and not self._is_recorded)
-            self._waiting -= 1
+            try:
+                self._changed.wait_for(lambda: not self._working and not self._is_recorded)
+            finally:  # also of who is interrupted while it waits
+                self._waiting -= 1
+                self._changed.notify_all()
             self._is_recorded = True
         try:
             yield

@@ -82,12 +82,12 @@ class Replay:
         """Those that were not used for long make room."""
         graph = self._graphs.pop(bucket, None)
         if graph is None:
-            with garbage_kept():
-                graph = _Graph(self._compute, bucket, self.stream, self._products, self._pool, self._outbox)
+            graph = _Graph(self._compute, bucket, self.stream, self._products, self._pool, self._outbox)
             self._pool = graph.pool
         self._graphs[bucket] = graph
         if len(self._graphs) > MOST_GRAPHS:
-            self._graphs.pop(next(iter(self._graphs)))
+            with recording.beside_others():
+                del self._graphs[next(iter(self._graphs))]
         return graph
 
     @property
@@ -133,11 +133,11 @@ class _Graph:
         pool: Any,
         outbox: _Outbox,
     ) -> None:
-        here = torch.zeros(sum(bucket.sizes), dtype=torch.int32, pin_memory=True)
         # What is recorded is for all calls, whatever this one's caller has casts set to.
         with torch.inference_mode(), torch.autocast("cuda", enabled=False), torch.cuda.stream(stream):
             # Kernels are compiled and libraries make their workspaces, which no graph may hold; that may take seconds.
             with recording.beside_others():
+                here = torch.zeros(sum(bucket.sizes), dtype=torch.int32, pin_memory=True)
                 there = torch.zeros_like(here, device=stream.device)
                 across(here, there)
                 for _ in range(2):
@@ -145,7 +145,7 @@ class _Graph:
                 back = outbox.like(result)
                 across(result, back)
                 stream.synchronize()
-            with recording.alone():
+            with recording.alone(), garbage_kept():
                 # cuBLAS's workspace must be the graph's own: others may give back the one there is, as torch.compile.
                 torch._C._cuda_clearCublasWorkspaces()
                 with recorded(stream, products, pool) as self._graph:

@@ -238,8 +238,7 @@ class Connection(asyncio.Protocol):
             self._outlet.send(_written(response, exchange), announce)
         else:
             announce()
-        with suppress(RuntimeError):  # the loop is closed, and with it the connection
-            self._loop.call_soon_threadsafe(owner.settle)
+        owner.call(self._loop)
 
     def settle(self, response: Response) -> None:
         """Write what was not sent, count it, and go on to the next."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from hasten.server.connection import Connection
@@ -41,6 +43,7 @@ class Connections:
         # Answers that threads have given, and may have sent, for the loop to settle before it takes anything else:
         # whoever has its answer finds it counted.
         self.answered: deque[tuple[Connection, Response]] = deque()
+        self._is_called = False
         self.held_bytes = 0
         # Requests that are being answered.
         self.under_way = 0
@@ -50,7 +53,16 @@ class Connections:
     def __call__(self) -> Connection:
         return Connection(self)
 
+    def call(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have it settle what was answered, from any thread; one call is for all that come before it is heard."""
+        if not self._is_called:
+            self._is_called = True
+            with suppress(RuntimeError):  # the loop is closed, and with it all connections
+                loop.call_soon_threadsafe(self.settle)
+
     def settle(self) -> None:
+        # Before the rest: who answers from now on calls again.
+        self._is_called = False
         for _ in range(len(self.answered)):
             connection, response = self.answered.popleft()
             connection.settle(response)

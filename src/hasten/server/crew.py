@@ -34,7 +34,7 @@ class Crew:
         self._lock = lock
         self._encoders_wake = threading.Condition(lock)
         self._encoders = [threading.Thread(target=self._encode, daemon=True) for _ in range(encoders)]
-        self._idle_encoders = 0
+        self.idle_encoders = 0
         # Who was busy last is last, and is woken first: a session that has just run is still in the caches.
         self._idle: list[Worker] = []
         self.chores: deque[Chore] = deque()
@@ -61,16 +61,13 @@ class Crew:
     def add(self, chore: Chore) -> None:
         """For whoever is idle, or will be first."""
         self.chores.append(chore)
-        if not self.wake_worker() and self._idle_encoders:
+        if not self.wake_worker() and self.idle_encoders:
             self._encoders_wake.notify()
 
-    def give_away(self, chore: Chore) -> bool:
-        """To an encoder, for a worker that has something better to do; whether one was idle."""
-        if not self._idle_encoders:
-            return False
+    def add_for_encoder(self, chore: Chore) -> None:
+        """Where one is idle: for a worker that has something better to do."""
         self.chores.append(chore)
         self._encoders_wake.notify()
-        return True
 
     def take(self) -> Chore | None:
         """The one that was added first."""
@@ -112,8 +109,8 @@ class Crew:
                 while not self.chores:
                     if self._is_dismissed:
                         return
-                    self._idle_encoders += 1
+                    self.idle_encoders += 1
                     self._encoders_wake.wait()
-                    self._idle_encoders -= 1
+                    self.idle_encoders -= 1
                 chore = self.chores.popleft()
             chore()

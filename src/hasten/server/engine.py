@@ -272,8 +272,10 @@ class Engine:
                 if not work.missing:
                     complete.append(work)
             # Decoded here if nothing else is to be run, by others if so.
-            is_given = bool(complete and self._queue) and self._crew.give_away(partial(self._complete, complete))
-        if not is_given:
+            others = min(len(complete), self._crew.idle_encoders) if self._queue else 0
+            for place in range(others):
+                self._crew.add_for_encoder(partial(self._complete, complete[place::others]))
+        if not others:
             self._complete(complete)
 
     def _complete(self, works: Sequence[Work]) -> None:

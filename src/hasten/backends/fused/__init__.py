@@ -76,6 +76,11 @@ class Fused:
         offered = [Variant(self.name, Precision.FP16, CUDA, ways) for ways in ((), (_GELU,))]
         return [variant for variant in offered if self.probe(machine, variant).ok]
 
+    def check_module(self, module: Any) -> None:
+        from hasten.kernels.weights import read
+
+        read(module.model)
+
     def make(self, source: Source, variant: Variant, directory: Path) -> Artifact:
         import torch
         from safetensors.torch import save_file

@@ -74,6 +74,8 @@ class CudaSession(PaddedSession):
             raise StageError(f"ONNX Runtime cannot load {artifact.variant}: {error}") from error
         check_started(self.runtime, device)
         self._buckets: dict[Shape, _Bucket] = {}
+        # Also of those that failed: a number is never that of another graph.
+        self._graphs = 0
         # Proven when it was made (stored_precision); the bundle's hashes keep it so.
         self.spec = SessionSpec(signature, Layout.PADDED, device, artifact.variant.precision)
 
@@ -88,14 +90,13 @@ class CudaSession(PaddedSession):
         signature = self.spec.signature
         room = bucket_of(batch, signature)
         feeds = fill(batch, signature, room)
-        known = self._buckets.get(room)
+        is_new = room not in self._buckets
         try:
-            # A new one allocates, and records.
-            with recording.alone() if known is None else recording.beside_others():
+            with recording.alone() if is_new and self._records_next else recording.beside_others():
                 results = self._bucket(room)(feeds)
         except Exception as error:
-            if known is None:
-                # Nothing was recorded: the next one begins anew.
+            if is_new:
+                # It may have been recorded, with buffers that are no more: the next one begins anew.
                 self._buckets.pop(room, None)
             raise StageError(f"ONNX Runtime failed on a batch of {len(batch)}: {error}") from error
         return take_out(results, batch, signature, room)
@@ -114,10 +115,15 @@ class CudaSession(PaddedSession):
             logger.warning("%s runs without CUDA graphs: %s", artifact.variant, reason)
         return session
 
+    @property
+    def _records_next(self) -> bool:
+        return self._has_graphs and self._graphs < _MOST_GRAPHS
+
     def _bucket(self, room: Shape) -> _Bucket:
         if room not in self._buckets:
-            number = len(self._buckets)
-            graph = number + 1 if self._has_graphs and number < _MOST_GRAPHS else _NO_GRAPH
+            graph = _NO_GRAPH
+            if self._records_next:
+                graph = self._graphs = self._graphs + 1
             self._buckets[room] = _Bucket(self.runtime, self.spec.signature, room, self._device, graph)
         return self._buckets[room]
 
