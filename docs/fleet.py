@@ -101,7 +101,8 @@ def page(results: Path, note: str, machine: Callable[[dict[str, Any]], str]) -> 
         "SST-2. Time goes with tokens: your mix decides more than anything else here.",
         "- *cores* like those that were measured. Two pods on one node are taken to be as fast as on two: cores are "
         "not shared (whole cores, limits that are the requests), memory bandwidth is.",
-        "- The network, the balancer in front and what calls the fleet are not in it. No GPU was measured serving.",
+        "- The network, the balancer in front and what calls the fleet are not in it. GPUs are neither: "
+        "[one that serves alone](../README.md#on-a-gpu) is all that was measured.",
         "",
         "| utilisation | waits, in times of service | pods kept busy | fleet | cores |",
         "|---|---|---|---|---|",

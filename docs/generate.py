@@ -395,6 +395,7 @@ def _gpu() -> str:
     rows += [
         "",
         f"Text in, answer out, over HTTP: the SST-2 model (MiniLM-L6) in `{served['variant']}` answers a lone client "
+        "that repeats one text "
         f"in {alone[16, 'HTTP JSON']:.2f} ms (median) for 16 tokens and {alone[128, 'HTTP JSON']:.2f} ms for 128 "
         f"({alone[16, 'HTTP binary']:.2f} and {alone[128, 'HTTP binary']:.2f} ms with binary tensors, "
         f"{alone[16, 'in process']:.2f} and {alone[128, 'in process']:.2f} ms in process). "

@@ -4,7 +4,8 @@
 
 DIR of a text classifier as Hugging Face saves it; without one, a model of MiniLM-L6's size with random weights and a
 vocabulary of a few words is made here: what it answers means nothing, what it takes does. The same work in process
-takes turns with the server, so that what is left between the two is the server. Where there is no GPU, --variant
+takes turns with the server, so that what is left between the two is the server. The lone client repeats one text, whose
+words the server knows by then; once more with one word that is new each time. Where there is no GPU, --variant
 onnxruntime-fp32 shows that it runs. Nothing else may run on the machine meanwhile.
 """
 
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from clients import closed_loop
 from contenders import Running, hasten
 from environments import commit
 from latency import WORDS, Http, Lane, text_of
-from wire import by_json
+from wire import Wire, by_json
 
 import hasten as ours
 from hasten.bundle import Bundle, open_bundle
@@ -44,7 +46,7 @@ MINI = {
     "intermediate_size": 1536, "max_position_embeddings": 512,
 }  # fmt: skip
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-BINARY, JSON, WITHOUT = "HTTP binary", "HTTP JSON", "in process"
+BINARY, JSON, NEW, WITHOUT = "HTTP binary", "HTTP JSON", "HTTP JSON, a new word", "in process"
 # Of the mixed texts: most as short as a sentence, some as long as a model takes.
 MEDIAN_TOKENS, SPREAD, MOST_TOKENS = 30, 0.9, 500
 WARM = 200
@@ -132,7 +134,11 @@ def alone(server: Running, bundle: Bundle, tokens: int, args: argparse.Namespace
     """One client that waits for each answer, on a connection it keeps."""
     text = text_of(bundle.path, tokens)
     binary, plain = server.contender.question.request(text), by_json().request(text)
-    lanes: list[Lane] = [Http(BINARY, WITHOUT, server.port, binary), Http(JSON, WITHOUT, server.port, plain)]
+    lanes: list[Lane] = [
+        Http(BINARY, WITHOUT, server.port, binary),
+        Http(JSON, WITHOUT, server.port, plain),
+        _NewWords(server.port, text),
+    ]
     times: dict[str, list[list[float]]] = {}
     with ExitStack() as stack:
         lanes.append(stack.enter_context(work_alone(bundle, args.variant, text)))
@@ -150,9 +156,29 @@ def alone(server: Running, bundle: Bundle, tokens: int, args: argparse.Namespace
             "p50_ms": float(np.median(whole)),
             "p99_ms": float(np.percentile(whole, 99)),
             "added_ms": float(np.median(np.median(turns, axis=1) - base)) * 1e3,
-            "asked_ms": None if name == WITHOUT else ASKED[tokens],
+            "asked_ms": ASKED[tokens] if name in (BINARY, JSON) else None,
             "turn_medians_ms": (np.median(turns, axis=1) * 1e3).tolist(),
         }
+
+
+class _NewWords:
+    """The last word of the text is another one each time, and of about as many tokens."""
+
+    name, base = NEW, WITHOUT
+
+    def __init__(self, port: int, text: str) -> None:
+        self._port, self._numbers = port, count(10_000)
+        self._rest = text.split()[:-1]
+
+    def time(self, requests: int) -> list[float]:
+        made = [by_json().request(" ".join([*self._rest, f"{next(self._numbers)}"])) for _ in range(requests)]
+        wire, seconds = Wire(self._port), []
+        for request in made:
+            begin = time.perf_counter()
+            wire.ask(request)
+            seconds.append(time.perf_counter() - begin)
+        wire.close()
+        return seconds
 
 
 class _Work:
@@ -226,7 +252,7 @@ def report(results: dict[str, Any]) -> None:
         asked = row["asked_ms"]
         verdict = "" if asked is None else f"  asked ≤ {asked} ms: {'met' if row['p50_ms'] <= asked else 'NOT met'}"
         shown = f"p50 {row['p50_ms']:.3f} ms  p99 {row['p99_ms']:.3f} ms  added {row['added_ms']:.3f} ms"
-        print(f"{row['tokens']:>4} tokens, {row['lane']:<12} {shown}{verdict}")
+        print(f"{row['tokens']:>4} tokens, {row['lane']:<21} {shown}{verdict}")
     mixed = results["mixed"]
     print(
         f"{mixed['clients']} clients, all lengths: {mixed['per_second']:.0f} answers and"

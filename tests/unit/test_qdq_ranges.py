@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 
 from hasten.core.errors import InputError, PlanError, StageError  # noqa: E402
 from hasten.core.variant import Precision  # noqa: E402
+from hasten.quantize import qdq  # noqa: E402
 from hasten.quantize.qdq.quantizer import QuantizedLinear, Quantizer  # noqa: E402
 from hasten.quantize.qdq.ranges import Histogram, Method, check_method, find_range  # noqa: E402
 
@@ -82,6 +83,29 @@ def test_bad_wishes_are_refused() -> None:
         find_range(Histogram(), Method.MAX, None, Precision.INT8)
     with pytest.raises(StageError, match="not finite at a tensor"):
         seen(torch.tensor([1.0, float("inf")]))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.9999, r"0\.9999 is no percentile to cut off at \(they are of 100: 99\.99, not 0\.9999\)"),
+        (1.0, r"they are of 100: 100, not 1\.0"),
+        (50.0, r"50\.0 is no percentile to cut off at \(more than 50 and at most 100, as in 99\.99\)"),
+        (100.5, r"more than 50"),
+        (0.0, r"more than 50"),
+        (-99.99, r"more than 50"),
+        (float("nan"), r"more than 50"),
+    ],
+)
+def test_percentiles_are_of_a_hundred(value: float, said: str) -> None:
+    with pytest.raises(PlanError, match=said), qdq.calibration("percentile", value):
+        pass
+
+
+@pytest.mark.parametrize("value", [50.1, 99.99, 100, None])
+def test_usual_percentiles_are_taken(value: float | None) -> None:
+    with qdq.calibration("percentile", value):
+        pass
 
 
 def test_a_product_equals_integers_multiplied_in_float64() -> None:

@@ -34,9 +34,6 @@ _MOST_AHEAD_BYTES = 2**20
 _LINGER_S = 2.0
 # How often to find out whether a client that sends no more is still there.
 _PROBE_S = 0.25
-# Requests under way for which the thread that has an answer sends it. Where there are more the loop has to run anyway,
-# and a thread that writes would let go of the interpreter and wait for it anew, for each.
-_FEW = 4
 
 
 class Connection(asyncio.Protocol):
@@ -234,7 +231,7 @@ class Connection(asyncio.Protocol):
         announce = partial(owner.answered.append, (self, response))
         is_followed = self._is_kept and not self._is_deaf and not owner.is_draining
         is_whole = self._outlet.is_plain and not isinstance(response, Streamed)
-        if exchange is not None and is_followed and is_whole and owner.under_way <= _FEW:
+        if exchange is not None and is_followed and is_whole and owner.has_few:
             self._outlet.send(_written(response, exchange), announce)
         else:
             announce()

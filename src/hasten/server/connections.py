@@ -12,6 +12,8 @@ from hasten.server.connection import Connection
 from hasten.server.exchange import Exchange, Response
 from hasten.server.watch import Watcher
 
+_FEW = 4
+
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
@@ -52,6 +54,13 @@ class Connections:
 
     def __call__(self) -> Connection:
         return Connection(self)
+
+    @property
+    def has_few(self) -> bool:
+        """Whether threads send answers. Where many are waited for the loop has to run anyway, for all at once, and a
+        thread that writes would let go of the interpreter and wait for it anew, each time.
+        """
+        return self.under_way <= _FEW
 
     def call(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have it settle what was answered, from any thread; one call is for all that come before it is heard."""

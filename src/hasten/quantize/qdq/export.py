@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,24 @@ FILE = "model.onnx"
 _VERSIONS = {Precision.INT8: (17, 8), Precision.FP8: (19, 9)}
 # In which those opsets quantize nothing.
 _HALVES = (torch.float16, torch.bfloat16)
+# What is traced: two rows of different length, so that no size is one and the mask matters.
 _TEXTS = ["a text of several words, to be traced", "a shorter one"]
+# More rows of fewer tokens: sizes that stay the same with them are fixed.
+_OTHERS = ["a shorter one"] * 3
 _ANSWERS = ("logits", "start_logits", "end_logits", "last_hidden_state", "prediction_logits")
 
 
-def export(model: nn.Module, tokenizer: Any, folder: str | Path) -> Path:
+def export(model: nn.Module, tokenizer: Any, folder: str | Path, *, force: bool = False) -> Path:
     """Write graph, configuration and tokenizer to a folder; returns the graph.
 
     Quantizers that are off are not in it. A build from the folder takes the graph for the original; one from the
-    module judges it by the model in float.
+    module judges it by the model in float. The folder is new or empty; with `force` it may hold an earlier export.
     """
     folder = Path(folder)
+    _check_free(folder, force=force)
     graph = exported(model, tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{FILE}.data").unlink(missing_ok=True)  # an earlier export's: onnx would add to it
     size_bytes = sum(len(tensor.raw_data) for tensor in graph.graph.initializer)
     write_graph(graph, folder / FILE, external_data=size_bytes > EXTERNAL_DATA_BYTES)
     config = copy.deepcopy(model.config)
@@ -62,9 +67,10 @@ def exported(model: nn.Module, tokenizer: Any) -> Any:
     try:
         with evaluating(model), torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the tracer's advice, about sizes that the example fixes on purpose
-            module = _Answering(model, *_example(model, tokenizer))
-            answers = dict(zip(module.outputs, module(*module.feeds.values()), strict=True))
-            graph, _ = trace(module, module.feeds, module.outputs, _axes(module.feeds, answers), opset=opset)
+            feeds, answers = _example(model, tokenizer, _TEXTS)
+            others = _example(model, tokenizer, _OTHERS)
+            axes = _axes(feeds | answers, others[0] | others[1])
+            graph, _ = trace(_Answering(model, feeds, answers), feeds, list(answers), axes, opset=opset)
     except StageError as error:
         raise StageError(f"{type(model).__name__} does not export to ONNX: {error.message}") from error
     graph.ir_version = ir_version
@@ -85,23 +91,38 @@ def finish(graph: Any, name: str) -> None:
 class _Answering(nn.Module):
     """Takes tensors in the order of their names, gives a tuple: what the exporter wants."""
 
-    def __init__(self, model: nn.Module, feeds: Mapping[str, Tensor], outputs: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, inputs: Iterable[str], outputs: Iterable[str]) -> None:
         super().__init__()
         self.model = model
-        self.feeds = dict(feeds)
+        self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
 
     def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
-        results = self.model(**dict(zip(self.feeds, args, strict=True)), return_dict=True)
+        results = self.model(**dict(zip(self.inputs, args, strict=True)), return_dict=True)
         return tuple(results[name] for name in self.outputs)
 
 
-def _example(model: nn.Module, tokenizer: Any) -> tuple[dict[str, Tensor], list[str]]:
-    """Two rows of different length, so that no size is traced as one and the mask matters; and what they give."""
+def _check_free(folder: Path, *, force: bool) -> None:
+    """Before any work. As a build does it, whose hints are those of the command line."""
+    elsewhere = "choose another directory"
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise PlanError(f"{folder} is a file", hint=elsewhere)
+    if not any(folder.iterdir()):
+        return
+    if not (folder / FILE).is_file():
+        raise PlanError(f"{folder} is not empty and holds no export", hint=elsewhere)
+    if not force:
+        raise PlanError(f"{folder} already holds an export", hint="force=True replaces it")
+
+
+def _example(model: nn.Module, tokenizer: Any, texts: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What the model takes for the texts, and what it gives."""
     accepted = inspect.signature(model.forward).parameters
     device = next(model.parameters()).device
     try:
-        encoded = tokenizer(_TEXTS, padding=True, return_tensors="pt")
+        encoded = tokenizer(texts, padding=True, return_tensors="pt")
         feeds = {name: value.int().to(device) for name, value in encoded.items() if name in accepted}
         given = model(**feeds, return_dict=True)
     except Exception as error:  # a model's own class and its tokenizer may do anything
@@ -109,15 +130,14 @@ def _example(model: nn.Module, tokenizer: Any) -> tuple[dict[str, Tensor], list[
             f"{type(model).__name__} does not take texts as its tokenizer gives them: {type(error).__name__}: {error}",
             hint="hasten.build knows what more the inputs of a task need",
         ) from error
-    outputs = [name for name in _ANSWERS if name in given]
-    if not outputs:
+    answers = {name: given[name] for name in _ANSWERS if name in given}
+    if not answers:
         raise UnsupportedError(f"{type(model).__name__} gives none of {', '.join(_ANSWERS)}")
-    return feeds, outputs
+    return feeds, answers
 
 
-def _axes(feeds: Mapping[str, Tensor], answers: Mapping[str, Tensor]) -> dict[str, dict[int, str]]:
-    length = next(iter(feeds.values())).shape[1]
-    return {
-        name: {0: "batch"} | ({1: "sequence"} if value.dim() > 1 and value.shape[1] == length else {})
-        for name, value in (*feeds.items(), *answers.items())
-    }
+def _axes(example: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, dict[int, str]]:
+    """What has the sizes of the inputs, which come first, in both: in one there may be as many labels as tokens."""
+    sizes = {name: list(zip(value.shape, other[name].shape, strict=False)) for name, value in example.items()}
+    axes = dict(zip(next(iter(sizes.values())), ("batch", "sequence"), strict=False))
+    return {name: {place: axes[pair] for place, pair in enumerate(of) if pair in axes} for name, of in sizes.items()}

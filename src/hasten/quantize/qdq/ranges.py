@@ -18,6 +18,8 @@ _LEVELS = 128
 # How many places to cut off are tried by entropy and by mean squared error.
 _PLACES = 128
 _PERCENTILE = 99.99
+# Below, most values would be cut off; a fraction, which is easily taken for a percentile, is far below.
+_LEAST_PERCENTILE = 50
 # torch counts in fp32, in which a bin that has reached this many stays there.
 _COUNTED_AT_ONCE = 2**24
 
@@ -71,8 +73,11 @@ def check_method(method: str, value: float | None, precision: Precision) -> None
         raise PlanError(f"nobody calibrates by '{method}'", hint=f"one of {', '.join(Method)}")
     if value is not None and method != Method.PERCENTILE:
         raise PlanError(f"'{method}' takes no number", hint="percentile does, as in 99.99")
-    if value is not None and not 0 < value <= 100:
-        raise PlanError(f"{value} is no percentile", hint="more than 0 and at most 100")
+    if value is not None and not _LEAST_PERCENTILE < value <= 100:
+        is_fraction = _LEAST_PERCENTILE < 100 * value <= 100
+        meant = f"they are of 100: {100 * value:.10g}, not {value}"
+        hint = meant if is_fraction else f"more than {_LEAST_PERCENTILE} and at most 100, as in {_PERCENTILE}"
+        raise PlanError(f"{value} is no percentile to cut off at", hint=hint)
     if method == Method.ENTROPY and precision is not Precision.INT8:
         raise PlanError(f"entropy compares with evenly spaced levels, which {precision} has not", hint="mse does not")
 
