@@ -30,8 +30,8 @@ import numpy as np
 from clients import closed_loop
 from contenders import Running, hasten
 from environments import commit
-from latency import WORDS, Http, Lane, text_of
-from wire import Wire, by_json
+from latency import UNTIMED, WORDS, Http, Lane, ask_each, text_of
+from wire import by_json
 
 import hasten as ours
 from hasten.bundle import Bundle, open_bundle
@@ -171,14 +171,8 @@ class _NewWords:
         self._rest = text.split()[:-1]
 
     def time(self, requests: int) -> list[float]:
-        made = [by_json().request(" ".join([*self._rest, f"{next(self._numbers)}"])) for _ in range(requests)]
-        wire, seconds = Wire(self._port), []
-        for request in made:
-            begin = time.perf_counter()
-            wire.ask(request)
-            seconds.append(time.perf_counter() - begin)
-        wire.close()
-        return seconds
+        texts = [" ".join([*self._rest, f"{next(self._numbers)}"]) for _ in range(UNTIMED + requests)]
+        return ask_each(self._port, [by_json().request(text) for text in texts])[UNTIMED:]
 
 
 class _Work:

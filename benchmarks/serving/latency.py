@@ -169,6 +169,17 @@ def _lanes(setting: Setting, server: Running) -> Iterator[Lane]:
         yield _Grpc(f"{contender.name}, gRPC", base, server.grpc_port, "classifier", "scores", [1, 1], text)
 
 
+def ask_each(port: int, requests: Sequence[bytes]) -> list[float]:
+    """The seconds of each; a connection a turn: some servers close those that are idle for seconds."""
+    wire, clock, seconds = Wire(port), time.perf_counter, []
+    for request in requests:
+        begin = clock()
+        wire.ask(request)
+        seconds.append(clock() - begin)
+    wire.close()
+    return seconds
+
+
 @dataclass(slots=True)
 class Http:
     name: str
@@ -177,17 +188,7 @@ class Http:
     request: bytes
 
     def time(self, requests: int) -> list[float]:
-        # A connection a turn: some servers close those that are idle for seconds.
-        wire, request, clock = Wire(self.port), self.request, time.perf_counter
-        for _ in range(UNTIMED):
-            wire.ask(request)
-        seconds = []
-        for _ in range(requests):
-            begin = clock()
-            wire.ask(request)
-            seconds.append(clock() - begin)
-        wire.close()
-        return seconds
+        return ask_each(self.port, [self.request] * (UNTIMED + requests))[UNTIMED:]
 
 
 class _Grpc:

@@ -6,40 +6,52 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from hasten.core.errors import PlanError, translate_os_errors
 
-_ELSEWHERE = "choose another place with -o"
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What else can be done, in the words of whoever was asked: the command line's, if not others."""
+
+    elsewhere: str = "choose another place with -o"
+    replacing: str = "--force replaces it"
 
 
-def check_target(target: Path, *, force: bool, what: str, is_ours: Callable[[Path], bool]) -> None:
+_HINTS = Hints()
+
+
+def check_target(
+    target: Path, *, force: bool, what: str, is_ours: Callable[[Path], bool], hints: Hints = _HINTS
+) -> None:
     """Before any work: whether it can be written there, without ever deleting what we did not write."""
     try:
-        _check_free(target, force=force, what=what, is_ours=is_ours)
+        _check_free(target, force, what, is_ours, hints)
         above = next(parent for parent in target.absolute().parents if parent.exists())
         if not above.is_dir():
-            raise PlanError(f"{above} is a file", hint=_ELSEWHERE)
+            raise PlanError(f"{above} is a file", hint=hints.elsewhere)
         # Tried, since nothing else tells for sure: it is written beside its place, at the end of minutes of work.
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=above):
             pass
     except OSError as error:
-        raise PlanError(f"{target} cannot be written: {error.strerror}", hint=_ELSEWHERE) from error
+        raise PlanError(f"{target} cannot be written: {error.strerror}", hint=hints.elsewhere) from error
 
 
-def _check_free(target: Path, *, force: bool, what: str, is_ours: Callable[[Path], bool]) -> None:
+def _check_free(target: Path, force: bool, what: str, is_ours: Callable[[Path], bool], hints: Hints) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise PlanError(f"{target} is a file", hint=_ELSEWHERE)
+        raise PlanError(f"{target} is a file", hint=hints.elsewhere)
     if not any(target.iterdir()):
         return
     if not is_ours(target):
-        raise PlanError(f"{target} is not empty and holds no {what}", hint=_ELSEWHERE)
+        raise PlanError(f"{target} is not empty and holds no {what}", hint=hints.elsewhere)
     if not force:
-        raise PlanError(f"{target} already holds a {what}", hint="--force replaces it")
+        raise PlanError(f"{target} already holds a {what}", hint=hints.replacing)
 
 
 class Staging:

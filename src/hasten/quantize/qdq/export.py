@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.core.errors import PlanError, StageError, UnsupportedError, missing_package
+from hasten.core.staging import Hints, check_target
 from hasten.core.variant import Precision
 from hasten.exporter import trace
 from hasten.graph import EXTERNAL_DATA_BYTES, write_graph
@@ -29,6 +30,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 _TEXTS = ["a text of several words, to be traced", "a shorter one"]
 # More rows of fewer tokens: sizes that stay the same with them are fixed.
 _OTHERS = ["a shorter one"] * 3
+# Who exports is a program.
+_HINTS = Hints("choose another directory", "force=True replaces it")
 _ANSWERS = ("logits", "start_logits", "end_logits", "last_hidden_state", "prediction_logits")
 
 
@@ -39,7 +42,7 @@ def export(model: nn.Module, tokenizer: Any, folder: str | Path, *, force: bool 
     module judges it by the model in float. The folder is new or empty; with `force` it may hold an earlier export.
     """
     folder = Path(folder)
-    _check_free(folder, force=force)
+    check_target(folder, force=force, what="graph", is_ours=lambda found: (found / FILE).is_file(), hints=_HINTS)
     graph = exported(model, tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{FILE}.data").unlink(missing_ok=True)  # an earlier export's: onnx would add to it
@@ -100,21 +103,6 @@ class _Answering(nn.Module):
     def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
         results = self.model(**dict(zip(self.inputs, args, strict=True)), return_dict=True)
         return tuple(results[name] for name in self.outputs)
-
-
-def _check_free(folder: Path, *, force: bool) -> None:
-    """Before any work. As a build does it, whose hints are those of the command line."""
-    elsewhere = "choose another directory"
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise PlanError(f"{folder} is a file", hint=elsewhere)
-    if not any(folder.iterdir()):
-        return
-    if not (folder / FILE).is_file():
-        raise PlanError(f"{folder} is not empty and holds no export", hint=elsewhere)
-    if not force:
-        raise PlanError(f"{folder} already holds an export", hint="force=True replaces it")
 
 
 def _example(model: nn.Module, tokenizer: Any, texts: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
