@@ -12,11 +12,12 @@ demo: $(VENV)/.demo ## build, verify and benchmark a real model, then answer a q
 		--seq-len 16 128 256 --batch-size 1 8 32 --output demo-bundle --force
 	$(BIN)/hasten run demo-bundle "How do I reset my password?" "I forgot my login, help!" "The weather is lovely today."
 
-test: $(VENV)/.dev ## the tests that run everywhere, files in two processes with one thread each
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/contract tests/kernels -n 2 --dist loadfile
+test: $(VENV)/.dev ## the tests that run everywhere, in two processes with one thread each
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/contract tests/kernels -n 2 --dist worksteal
 
 e2e: $(VENV)/.dev ## slow: real weights, real processes, torch.compile
-	$(BIN)/python -m pytest tests/e2e --slow --durations=15
+	$(BIN)/python -m pytest tests/e2e --slow -m alone
+	$(BIN)/python -m pytest tests/e2e --slow -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/contract tests/kernels -m slow --slow \
 		-n 2 --dist worksteal --durations=15
 

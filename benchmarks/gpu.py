@@ -381,21 +381,29 @@ def synchronize() -> None:
 def device_ms(session: FusedSession, batch: Batch, *, rests: bool = True) -> dict[str, float]:
     """Of its CUDA graph, with the copies from and to the host that it holds; after rests, or all in a row."""
     session.run(batch)
+    replay = session.lane.replay
     taken = []
-    last, on = session.lane.replay.last, session.lane.replay.stream
-    for place in range(ROUNDS * RUNS):
-        if rests and place % RUNS == 0:
+    for _ in range(ROUNDS):
+        if rests:
             rest()
+        taken += clocked(replay.last.replay, replay.stream)
+    return spread(taken)
+
+
+def clocked(ask: Callable[[], Any], on: Any) -> list[float]:
+    """What the device takes for what is queued on that stream, by its own clock."""
+    taken = []
+    for _ in range(RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(on):
             # Meanwhile the host queues the rest.
             torch.cuda._sleep(_AHEAD)
-        begin.record(on)
-        last.replay()
-        end.record(on)
+            begin.record()
+            ask()
+            end.record()
         end.synchronize()
         taken.append(begin.elapsed_time(end))
-    return spread(taken)
+    return taken
 
 
 def replaying(session: FusedSession, batch: Batch) -> Callable[[], Any]:

@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 
@@ -27,6 +29,17 @@ def python(environment: Path, *installs: str, has_ours: bool = False) -> Path:
     Where pip cannot, tests are skipped. An environment that somebody else made is taken as it is, and a folder that is
     none is left alone: only what was begun here, and interrupted, is ever deleted.
     """
+    with making(environment):
+        return _python(environment, installs, has_ours)
+
+
+def making(environment: Path) -> FileLock:
+    """Tests run in several processes, and one makes it for all."""
+    environment.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(environment.with_name(f"{environment.name}.lock"))
+
+
+def _python(environment: Path, installs: Sequence[str], has_ours: bool) -> Path:
     found, begun = environment / "bin" / "python", environment / "hasten-tests-begun"
     if begun.exists():
         shutil.rmtree(environment)

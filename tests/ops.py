@@ -9,8 +9,9 @@ import torch
 
 from encoders import DEVICE
 
-# What rounding each precision allows, relative to the whole.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3} if DEVICE == "cpu" else {torch.float16: 2e-3}
+# What rounding each precision allows, relative to the whole. Triton's interpreter takes bf16 for whole numbers where it
+# multiplies matrices.
+TOLERANCE = {torch.float16: 2e-3} | ({torch.float32: 2e-6} if DEVICE == "cpu" else {torch.bfloat16: 1.6e-2})
 TOKENS = [1, 17, 129]
 MIXED = [[1], [17], [40, 1, 3, 70]]
 

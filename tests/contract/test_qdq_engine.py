@@ -183,14 +183,17 @@ def test_mask_tokens_alone_are_calibrated_on_too(tiny_model: Any, tmp_path: Path
     assert not misplaced(typed(bundle))
 
 
-def test_an_architecture_that_quantizers_are_not_put_into(tiny_classifier: Any, no_leftovers: Path) -> None:
+def test_an_architecture_that_quantizers_are_not_put_into(
+    tiny_classifier: Any, texts_file: Path, no_leftovers: Path
+) -> None:
     refusal = r"XLNetForSequenceClassification cannot be quantized: torch\.einsum"
+    few: dict[str, Any] = {"data": texts_file, "threads": 1}
     with pytest.raises(UnsupportedError, match=refusal) as asked:
-        hasten.build(tiny_classifier("xlnet"), no_leftovers, variants=[ENGINE, HALF], threads=1)
+        hasten.build(tiny_classifier("xlnet"), no_leftovers, variants=[ENGINE, HALF], **few)
     assert asked.value.hint == "in fp16 it needs no quantizers"
     # No gate was asked, and none would help.
     with pytest.raises(AccuracyError, match="may be used") as searched:
-        hasten.build(tiny_classifier("xlnet"), no_leftovers, device="cuda", precision="int8", threads=1)
+        hasten.build(tiny_classifier("xlnet"), no_leftovers, device="cuda", precision="int8", **few)
     assert searched.value.hint is None
     assert re.match(refusal, next(one.reason for one in searched.value.candidates if one.variant == ENGINE))
 

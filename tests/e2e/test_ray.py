@@ -31,6 +31,8 @@ from hasten.core.variant import Variant
 from operating import sealed, swap, until
 
 pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
+# Ray ends what has not started within a minute.
+pytestmark = pytest.mark.alone
 TEXTS = ("one answer", "another", "and a longer one than those before")
 LABELS, OTHERS = ("bad", "fair", "good"), ("x", "y", "z")
 # Ray starts slowly, and more so while others use the machine.

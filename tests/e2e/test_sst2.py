@@ -7,20 +7,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import hasten
 
 PUBLISHED = 0.9105504587155964
+VARIANT = "onnxruntime-fp32"
 
 
-@pytest.fixture(scope="session")
-def bundle(real_models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("sst2") / "bundle"
-    sizes = {"batch_size": 1, "seq_len": (16, 32, 64)}
-    hasten.build(real_models("sst2"), target, bench_budget_s=3, budget_s=10, keep="all", **sizes)
-    return target
+@pytest.fixture(scope="module")
+def bundle(real_models: Callable[[str], Path], quick_build: Any) -> Path:
+    """Of one variant: what a build finds by itself is test_minilm.py's."""
+    return quick_build(real_models("sst2"), variants=[VARIANT], threads=None).path
 
 
 def test_verify_reproduces_the_published_accuracy(bundle: Path, real_data: Path) -> None:
@@ -29,9 +29,9 @@ def test_verify_reproduces_the_published_accuracy(bundle: Path, real_data: Path)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     verdicts = {entry["variant"]: entry["verdict"] for entry in json.loads(done.stdout) if entry["verdict"]}
-    assert verdicts["onnxruntime-fp32"]["metric"]["value"] == pytest.approx(PUBLISHED, abs=1e-9)
-    assert verdicts["onnxruntime-fp32"]["reference_metric"]["value"] == pytest.approx(PUBLISHED, abs=1e-9)
-    assert verdicts["onnxruntime-fp32"]["agreement"]["flips"] == 0
+    assert verdicts[VARIANT]["metric"]["value"] == pytest.approx(PUBLISHED, abs=1e-9)
+    assert verdicts[VARIANT]["reference_metric"]["value"] == pytest.approx(PUBLISHED, abs=1e-9)
+    assert verdicts[VARIANT]["agreement"]["flips"] == 0
 
 
 def test_answers_equal_the_pipeline(bundle: Path, real_models: Callable[[str], Path], real_data: Path) -> None:
@@ -40,7 +40,7 @@ def test_answers_equal_the_pipeline(bundle: Path, real_models: Callable[[str], P
     lines = (real_data / "sst2_validation.jsonl").read_text().splitlines()[:200]
     texts = [json.loads(line)["text"] for line in lines]
     pipeline = transformers.pipeline("text-classification", str(real_models("sst2")), device="cpu")
-    with hasten.load(bundle, "onnxruntime-fp32") as classify:
+    with hasten.load(bundle, VARIANT) as classify:
         for ours, theirs in zip(classify(texts, top_k=None), pipeline(texts, top_k=None), strict=True):
             assert [entry["label"] for entry in ours] == [entry["label"] for entry in theirs]
             for mine, other in zip(ours, theirs, strict=True):
@@ -48,11 +48,13 @@ def test_answers_equal_the_pipeline(bundle: Path, real_models: Callable[[str], P
 
 
 def test_the_gate_decides_on_labelled_data(real_models: Callable[[str], Path], real_data: Path, tmp_path: Path) -> None:
-    """The usual dynamic int8 flips some of these 872 answers: refused where none may flip, and nothing is left behind.
+    """The usual dynamic int8 flips some of these 250 answers: refused where none may flip, and nothing is left behind.
 
     What is taken where some may be lost, and what it lost: test_precision.py."""
-    about = {"variants": "onnxruntime-int8", "data": real_data / "sst2_validation.jsonl", "bench_budget_s": 1}
+    rows, place = tmp_path / "rows.jsonl", tmp_path / "place"
+    rows.write_text("".join((real_data / "sst2_validation.jsonl").read_text().splitlines(keepends=True)[:250]))
+    place.mkdir()
     with pytest.raises(hasten.AccuracyError) as refused:
-        hasten.build(real_models("sst2"), tmp_path / "strict", min_agreement=1.0, **about)
+        hasten.build(real_models("sst2"), place / "strict", variants="onnxruntime-int8", data=rows, min_agreement=1.0)
     assert "same label" in refused.value.candidates[0].reason
-    assert list(tmp_path.iterdir()) == []
+    assert list(place.iterdir()) == []

@@ -45,7 +45,7 @@ def test_answers_equal_the_pipeline(
 ) -> None:
     import transformers
 
-    lines = (real_data / "wnut17_test.jsonl").read_text().split("\n")[:200]
+    lines = (real_data / "wnut17_test.jsonl").read_text().split("\n")[:100]
     texts = [" ".join(json.loads(line)["tokens"]) for line in lines]
     pipeline = transformers.pipeline("token-classification", str(real_models("wnut17")), device="cpu")
     found = 0
@@ -57,4 +57,4 @@ def test_answers_equal_the_pipeline(
                 assert mine["score"] == pytest.approx(float(other["score"]), abs=1e-4)
                 assert {**mine, "score": 0} == {**other, "score": 0}
             found += len(ours)
-    assert found > 50
+    assert found > 25

@@ -20,8 +20,10 @@ from hasten.deploy.tritonserver.program import Program
 
 def find_program(config: pytest.Config, packages: Sequence[str] = ()) -> Program:
     """Where it cannot run, tests that need it are skipped."""
+    environment = installed.folder(config, "triton")
     try:
-        return Program.installed(installed.folder(config, "triton"), packages)
+        with installed.making(environment):
+            return Program.installed(environment, packages)
     except UnsupportedError as error:
         pytest.skip(str(error))
 
