@@ -64,6 +64,15 @@ def pytest_make_collect_report(
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _core_of_its_own() -> None:
+    """Whoever counts the cores counts one then, and threads of two processes do not spin for the same two."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
+
+@pytest.fixture(scope="session", autouse=True)
 def hasten_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """No test writes into the user's own cache."""
     with pytest.MonkeyPatch.context() as patch:

@@ -273,10 +273,10 @@ def test_bad_data_is_an_input_error(
         quick_build(tiny_classifier("bert"), no_leftovers, data=file)
 
 
-def test_nothing_eligible_is_an_accuracy_error(tiny_embedder: Any, no_leftovers: Path) -> None:
+def test_nothing_eligible_is_an_accuracy_error(tiny_embedder: Any, quick_build: Any, no_leftovers: Path) -> None:
     """Rounded weights never give exactly the same vectors."""
     with pytest.raises(AccuracyError) as caught:
-        hasten.build(tiny_embedder(), no_leftovers, variants=["onnxruntime-int8"], min_agreement=1.0)
+        quick_build(tiny_embedder(), no_leftovers, variants=["onnxruntime-int8"], min_agreement=1.0)
     (refused,) = caught.value.candidates
     assert caught.value.exit_code == 5
     assert refused.variant == "onnxruntime-int8"
@@ -306,7 +306,12 @@ class Interrupter(Silent):
 
 @pytest.mark.parametrize(
     ("step", "at_start"),
-    [("export", True), (f"verify {ORT_FP32}", False), ("start benchmark processes", False), ("write", True)],
+    [
+        ("export", True),
+        (f"verify {ORT_FP32}", False),
+        pytest.param("start benchmark processes", False, marks=pytest.mark.slow),
+        ("write", True),
+    ],
 )
 def test_an_interrupt_leaves_nothing_behind(
     tiny_classifier: Any,

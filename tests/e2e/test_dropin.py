@@ -15,7 +15,7 @@ import hasten.transformers
 from hasten.core import squad
 from untimed import untimed
 
-FEW = 60
+FEW = 30
 
 
 def rows_of(file: Path, count: int = FEW) -> list[dict[str, Any]]:

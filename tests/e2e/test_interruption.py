@@ -14,20 +14,22 @@ from typing import Any
 import pytest
 
 
-def command(model: str, output: Path, *words: str) -> list[str]:
-    """A build of one variant: what is interrupted is the same with twenty."""
-    about = ["-o", str(output), "--variants", "onnxruntime-fp32", "-b", "1", "-s", "16"]
+def command(model: str, output: Path, data: Path, *words: str) -> list[str]:
+    """A build of one variant, judged on a few texts: what is interrupted is the same with twenty."""
+    about = ["-o", str(output), "--variants", "onnxruntime-fp32", "--data", str(data), "-b", "1", "-s", "16"]
     return [sys.executable, "-m", "hasten", "build", model, *about, *words]
 
 
 @pytest.mark.parametrize(
     ("after", "number"), [("load", signal.SIGINT), ("search", signal.SIGINT), ("export", signal.SIGTERM)]
 )
-def test_an_interrupted_build_leaves_nothing(minilm: str, tmp_path: Path, after: str, number: signal.Signals) -> None:
+def test_an_interrupted_build_leaves_nothing(
+    minilm: str, tmp_path: Path, texts_file: Path, after: str, number: signal.Signals
+) -> None:
     (tmp_path / "tmp").mkdir()
     (tmp_path / "out").mkdir()
     with subprocess.Popen(
-        command(minilm, tmp_path / "out" / "bundle"),
+        command(minilm, tmp_path / "out" / "bundle", texts_file),
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -60,10 +62,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("place", ["output", "temporary"])
-def test_a_full_disk_is_one_clear_line(minilm: str, small_disk: Path, tmp_path: Path, place: str) -> None:
+def test_a_full_disk_is_one_clear_line(
+    minilm: str, small_disk: Path, tmp_path: Path, texts_file: Path, place: str
+) -> None:
     output = (small_disk if place == "output" else tmp_path) / "bundle"
     environment = dict(os.environ) if place == "output" else {**os.environ, "TMPDIR": str(small_disk)}
-    words = command(minilm, output, "--bench-budget", "1s")
+    words = command(minilm, output, texts_file, "--bench-budget", "1s")
     done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 4, done.stderr
     assert "disk is full" in done.stderr

@@ -213,7 +213,7 @@ def doctor(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.usefixtures("path_to_processes")
-@pytest.mark.parametrize("package", ["numpy", "msgspec"])
+@pytest.mark.parametrize("package", ["numpy", pytest.param("msgspec", marks=pytest.mark.slow)])
 def test_it_answers_when_the_base_is_broken(site: Path, package: str) -> None:
     (site / package).mkdir()
     (site / package / "__init__.py").write_text("raise ImportError('its core is missing')")
