@@ -132,11 +132,10 @@ def study_all(architectures: Sequence[str], variants: Sequence[Variant]) -> Iter
     pool.shutdown()
 
 
-def study(architecture: str, variants: Sequence[Variant], tasks: Sequence[str] | None = None) -> dict[str, Entry]:
-    """Of all tasks, where none are named."""
+def study(architecture: str, variants: Sequence[Variant]) -> dict[str, Entry]:
     with tempfile.TemporaryDirectory() as work, ExitStack() as stack, quiet_libraries():
         attempt = Attempt(architecture, variants, Path(work), stack)
-        return {name: attempt.entry(TASKS.get(name)) for name in tasks or TASKS.names()}
+        return {task.name: attempt.entry(task) for task in TASKS.all()}
 
 
 @dataclass

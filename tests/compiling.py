@@ -83,9 +83,7 @@ def kernels(capability: int, narrow: str) -> None:
     compile_for(across._copy, capability, {"count": "i32"}, {"block": 2048})
     common = {"largest": largest, "is_uniform": narrow != "int8"}
     cuts = (*attention.CUTS.values(), attention.LONG, attention.LONE)
-    # What it reads is in halves in any case.
-    forms = [(False, SIZE)] if largest else [(False, SIZE), (False, SIZE // 2), (True, SIZE)]
-    for cut, (has_bias, size) in product(cuts, forms):
+    for cut, (has_bias, size) in product(cuts, [(False, SIZE), (False, SIZE // 2), (True, SIZE)]):
         compile_for(
             attention._attention, capability, {**sizes, "scale": "fp32", "out": pointer},
             {**common, "has_bias": has_bias, "size": size, "block": size, "rows": cut.rows, "keys": cut.keys},

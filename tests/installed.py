@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,9 +36,8 @@ def python(environment: Path, *installs: str, has_ours: bool = False) -> Path:
 
 
 def making(environment: Path) -> FileLock:
-    """Tests run in several processes, and one makes it for all."""
-    environment.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(environment.with_name(f"{environment.name}.lock"))
+    """Tests run in several processes, and one makes it for all. Not beside it: there it may be somebody else's."""
+    return FileLock(Path(tempfile.gettempdir()) / f"tests-of-hasten-{zlib.crc32(bytes(environment)):08x}.lock")
 
 
 def _python(environment: Path, installs: Sequence[str], has_ours: bool) -> Path:

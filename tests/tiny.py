@@ -213,12 +213,6 @@ ARCHITECTURES = {
     ),
     "canine": Architecture("Canine", Vocabulary("CanineTokenizer", characters), {"num_hash_buckets": 64}),
 }
-# Mostly another's code under a name of their own, and one that takes long to fail.
-COPIES = (
-    *("electra", "ernie", "megatron-bert", "rembert", "roformer", "squeezebert"),
-    *("camembert", "data2vec-text", "ibert", "luke", "roberta-prelayernorm", "xlm-roberta-xl", "xmod"),
-    *("deberta", "eurobert", "gte", "jina_embeddings_v3", "longformer", "yoso"),
-)
 
 
 def save(

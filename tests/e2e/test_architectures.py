@@ -20,16 +20,12 @@ Studies = Mapping[str, Future[dict[str, support.Entry]]]
 
 @pytest.fixture(scope="module")
 def studies(request: pytest.FixtureRequest) -> Iterator[Studies]:
-    """Of all that are asked for, in a process a core: tiny models spend their time in Python.
-
-    What is another's code goes through one task: what its heads have in common with the other's is not tried again.
-    """
+    """Of all that are asked for, in a process a core: tiny models spend their time in Python."""
     import torch
 
     asked = [item.callspec.params["architecture"] for item in request.session.items if item.path == request.path]
     with ProcessPoolExecutor(usable_cores(), get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        tasks = {name: ["text-classification"] if name in tiny.COPIES else None for name in asked}
-        yield {name: pool.submit(support.study, name, [support.ORT_FP32], tasks[name]) for name in asked}
+        yield {name: pool.submit(support.study, name, [support.ORT_FP32]) for name in asked}
         pool.shutdown(cancel_futures=True)
 
 
