@@ -45,7 +45,7 @@ class _Edge(ctypes.Structure):
 
 @contextmanager
 def recorded(stream: Any, products: Products | None, pool: Any = None) -> Iterator[Any]:
-    """A CUDA graph of what is launched on the stream meanwhile, some of it by `products`."""
+    """A CUDA graph of what is launched on the stream meanwhile, some of it by `products`; not yet ready to launch."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     if products is not None:
         products.rewind()
@@ -54,7 +54,6 @@ def recorded(stream: Any, products: Products | None, pool: Any = None) -> Iterat
         yield graph
     if products is not None:
         _zero_once(graph.raw_cuda_graph(), products.counters)
-    graph.instantiate()
 
 
 def _zero_once(graph: int, counters: range) -> None:

@@ -14,6 +14,7 @@ from hasten.core.recording import recording
 from hasten.core.tensors import IntArray
 from hasten.kernels.across import across
 from hasten.kernels.counters import recorded
+from hasten.kernels.instances import fastest
 from hasten.kernels.packing import Bucket
 from hasten.kernels.products import Products
 
@@ -48,14 +49,14 @@ class Replay:
     def start(self, bucket: Bucket, fill: Fill) -> None:
         """The host may do something else meanwhile. On the CPU, for tests, through Triton's interpreter."""
         if self.stream is None:
-            self._results = self.on_device(bucket, fill)
+            self._results = self.on_device(bucket, fill).numpy()
         else:
             self._results = self._graph(bucket).start(fill)
 
     def finish(self) -> Any:
         if self.stream is not None:
             self.stream.synchronize()
-        return self._results.numpy()
+        return self._results
 
     def on_device(self, bucket: Bucket, fill: Fill) -> Any:
         """The results where they are, for what is queued next on the caller's stream, until the next call."""
@@ -148,28 +149,29 @@ class _Graph:
             with recording.alone(), garbage_kept():
                 # cuBLAS's workspace must be the graph's own: others may give back the one there is, as torch.compile.
                 torch._C._cuda_clearCublasWorkspaces()
-                with recorded(stream, products, pool) as self._graph:
+                with recorded(stream, products, pool) as graph:
                     across(here, there)
                     across(compute(there, bucket), back)
                 torch._C._cuda_clearCublasWorkspaces()
-        self.pool = self._graph.pool()
+                self._instance = fastest(graph, stream)
+        self.pool = graph.pool()
         self._stream, self._there = stream, there
         self._here, self._back = here.numpy(), back
+        self._answers = back.numpy() if back.is_pinned() else None
         self._is_done = torch.cuda.Event()
 
     def start(self, fill: Fill) -> Any:
         fill(self._here)
         self.replay()
-        return self._back
+        return self._answers
 
     def queue(self, fill: Fill, stream: Any) -> Any:
         """On the current stream, without waiting for anything but that the batch before it was taken."""
         self._is_done.synchronize()
         fill(self._here)
-        self._graph.replay()
+        self._instance.launch(stream)
         self._is_done.record(stream)
         return self._back
 
     def replay(self) -> None:
-        with torch.cuda.stream(self._stream):
-            self._graph.replay()
+        self._instance.launch(self._stream)

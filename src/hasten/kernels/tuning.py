@@ -113,9 +113,11 @@ def seconds(launch: Callable[[], Any], products: Products | None = None) -> floa
         with torch.cuda.stream(stream):
             launch()
         stream.synchronize()
-        with recording.alone(), garbage_kept(), recorded(stream, products) as graph:
-            for _ in range(_LAUNCHES):
-                launch()
+        with recording.alone(), garbage_kept():
+            with recorded(stream, products) as graph:
+                for _ in range(_LAUNCHES):
+                    launch()
+            graph.instantiate()
     except (StageError, RuntimeError, OutOfResources):
         # PyTorch says of what it cannot multiply a RuntimeError, Triton of a cut that is too large its own.
         torch.cuda.synchronize()

@@ -102,6 +102,10 @@ class FusedSession(OpenSession):
         self.spec = SessionSpec(artifact.signature, Layout.PACKED, artifact.variant.device, _precision(weights).value)
         self._is_closed = False
         self._is_of_masks = MASKS in artifact.signature.outputs[0].shape
+        # Of the tables that ids are looked up in.
+        self._sizes = {
+            column: (name, len(weights[table])) for column, (name, table) in _TABLES.items() if table in weights
+        }
 
     def run(self, batch: Batch) -> Outputs:
         from hasten.kernels.packing import MOST_PICKED, MOST_TOKENS, PART_TOKENS, parts
@@ -110,9 +114,9 @@ class FusedSession(OpenSession):
             raise StageError("the session is closed")
         signature, tokens = self.spec.signature, batch.tokens
         check_lengths(batch, signature)
-        for column, (name, table) in _TABLES.items():
-            if column in batch.values and table in self._weights:
-                check_ids(name, batch.values[column], len(self._weights[table]))
+        for column, (name, size) in self._sizes.items():
+            if column in batch.values:
+                check_ids(name, batch.values[column], size)
         masks = signature.counts(signature.outputs[0], batch) if self._is_of_masks else None
         is_few = tokens <= MOST_TOKENS and (masks is None or int(masks.sum()) <= MOST_PICKED)
         with translated(f"a batch of {len(batch)} failed"):

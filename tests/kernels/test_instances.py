@@ -1,0 +1,56 @@
+"""Of the instances of a graph the fastest is kept, and no more are made than it takes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from encoders import DEVICE
+from hasten.kernels.counters import recorded
+from hasten.kernels.instances import chosen, fastest
+
+MICROSECOND = 1e-6
+
+
+@pytest.mark.parametrize(
+    ("times", "best", "made"),
+    [
+        ([80, 80.4, 72, 60], 2, 3),
+        ([72, 80, 60], 0, 2),
+        ([77, 77.3, 76.8], 2, 3),
+        ([450, 60], 0, 1),
+    ],
+    ids=["the faster kind comes late", "it comes first", "all are of one kind", "it takes long"],
+)
+def test_the_fastest_stays(times: list[float], best: int, made: int) -> None:
+    asked = []
+
+    def timed() -> Iterator[tuple[int, float]]:
+        for place, microseconds in enumerate(times):
+            asked.append(place)
+            yield place, microseconds * MICROSECOND
+
+    assert chosen(timed()) == best
+    assert len(asked) == made
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs need a GPU")
+def test_it_computes_what_was_recorded_on_any_stream_and_in_any_thread() -> None:
+    x, stream = torch.zeros(1000, device=DEVICE), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with recorded(stream, None) as graph:
+        x += 1
+    instance = fastest(graph, stream)
+    stream.synchronize()
+    before = x[0].item()
+    instance.launch(stream)
+    stream.synchronize()
+    other = torch.cuda.Stream()
+    thread = threading.Thread(target=instance.launch, args=(other,))
+    thread.start()
+    thread.join()
+    other.synchronize()
+    assert torch.equal(x, torch.full_like(x, before + 2))
