@@ -70,7 +70,7 @@ ROUNDS, RUNS, WARM = 7, 30, 5
 # Cycles, about 0.2 ms.
 _AHEAD = 400_000
 _REST_S, _SUSTAINED_S = 0.3, 2.5
-# After a rest the clock has to come up again.
+# After a rest the host and the GPU take a while to be as fast as before.
 _WARM_S = 0.03
 _BERT = {"vocab_size": 30522, "type_vocab_size": 2}
 _ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
@@ -287,9 +287,10 @@ def study(
         between = {lane: on_device(session, batch, feeds) for lane, session in fair.items()} if is_gpu else {}
         for _ in range(rounds):
             for lane, session in fair.items():
-                rest()
                 if is_gpu:
+                    rest()
                     alone[lane] += timed(between[lane])
+                rest()
                 calls[lane] += timed(partial(session.run, batch))
         own = {lane: session for lane, session in fair.items() if isinstance(session, FusedSession) and is_gpu}
         by_clock = {lane: device_ms(session, batch) for lane, session in own.items()}

@@ -382,13 +382,13 @@ def _gpu() -> str:
     rows.append("|---" * (len(GPU_LANES) + 1) + "|")
     for row in results["rows"]:
         cells = [f"{row['call_ms'][lane]['p50']:.2f} ms" if lane in row["call_ms"] else "–" for lane in GPU_LANES]
-        rows.append(f"| {row['model']} {row['shape']} | {' | '.join(cells)} |")
+        rows.append(f"| {row['model']} {row['shape']} | {' | '.join(_dated(cells, row, results))} |")
     stream = results["stream"]
     texts = f"{stream['model']}, {stream['texts']} texts of all lengths"
     sustained = {lane: found["ms"] for lane, found in stream["sustained"].items()}
     for name, times in {f"{texts}, after a rest": stream["ms"], "the same, over and over": sustained}.items():
         cells = [f"{times[lane]:.0f} ms" if lane in times else "–" for lane in GPU_LANES]
-        rows.append(f"| {name} | {' | '.join(cells)} |")
+        rows.append(f"| {name} | {' | '.join(_dated(cells, stream, results))} |")
     gpu = results["machine"]["gpus"][0]["name"]
     served = json.loads((RESULTS / "serving_gpu.json").read_text(encoding="utf-8"))
     alone = {(row["tokens"], row["lane"]): row["p50_ms"] for row in served["alone"]}
@@ -401,13 +401,22 @@ def _gpu() -> str:
         f"{alone[16, 'in process']:.2f} and {alone[128, 'in process']:.2f} ms in process). "
         "[Result file](benchmarks/results/serving_gpu.json), repeated by `benchmarks/serving/gpu.py`.",
         "",
-        "fp16, unless it says otherwise. "
+        "fp16, unless it says otherwise; ° of an earlier day. "
         f"Random weights; for who pads the texts were sorted, in batches of 32. {gpu}, CUDA {results['cuda']}, Triton "
         f"{results['triton']}, {_machine(results)}. [Result file](benchmarks/results/gpu.json), with errors, spreads "
         "and the times of the device alone, repeated by `benchmarks/gpu.py`. "
         + " ".join(f"{note[0].upper()}{note[1:]}." for note in results["notes"]),
     ]
     return "\n".join(rows) + "\n"
+
+
+def _dated(cells: list[str], row: dict[str, Any], results: dict[str, Any]) -> list[str]:
+    """Times of another day than the last run's are not quite to be held against the others."""
+    days = [row.get("earlier", {}).get(lane, row["created"])[:10] for lane in GPU_LANES]
+    return [
+        f"{cell}°" if day != results["created"][:10] and cell != "–" else cell
+        for cell, day in zip(cells, days, strict=True)
+    ]
 
 
 def _machine(results: dict[str, Any]) -> str:

@@ -62,8 +62,8 @@ def about(pythons: dict[str, str]) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """None where the code came without its history."""
-    words = ["git", "rev-parse", "--short", "HEAD"]
+    """With a word where the code is not as it was committed; None where it came without its history."""
+    words = ["git", "describe", "--always", "--dirty"]
     try:
         return subprocess.check_output(words, text=True, cwd=PEERS, stderr=subprocess.DEVNULL).strip()
     except (OSError, subprocess.CalledProcessError):

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from encoders import DEVICE
-from hasten.kernels.counters import _Driver, _Memset, _zeroes, recorded
+from hasten.kernels import counters
+from hasten.kernels.counters import _Memset, _zeroes, recorded
 from hasten.kernels.products import Product, Products
 
 COUNTERS = range(4096, 4096 + 4 * 256, 256)
@@ -74,4 +75,4 @@ def check(launch: Callable[[], Any], products: Products, expected: Any) -> int:
 def memsets(graph: Any, products: Products) -> int:
     """Of counters: one product's, or those of several at once."""
     first, last = products.counters.start, products.counters.stop
-    return sum(first <= memset.address < last for _, memset in _Driver().memsets(graph.raw_cuda_graph()))
+    return sum(first <= memset.address < last for _, memset in counters.memsets(graph.raw_cuda_graph()))

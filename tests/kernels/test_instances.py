@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from encoders import DEVICE
+from hasten.core.errors import StageError
+from hasten.kernels import instances
 from hasten.kernels.counters import recorded
 from hasten.kernels.instances import chosen, fastest
 
@@ -35,6 +37,25 @@ def test_the_fastest_stays(times: list[float], best: int, made: int) -> None:
 
     assert chosen(timed()) == best
     assert len(asked) == made
+
+
+def test_where_there_can_be_only_one_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lone:
+        made = 0
+
+        def __init__(self, graph: object) -> None:
+            Lone.made += 1
+            if Lone.made > 1:
+                raise StageError("cuGraphInstantiateWithFlags failed with status 801")
+
+        def seconds(self, stream: object) -> float:
+            return 50 * MICROSECOND
+
+    monkeypatch.setattr(instances, "Instance", Lone)
+    assert isinstance(fastest(None, None), Lone)
+    assert Lone.made == 2
+    with pytest.raises(StageError):
+        fastest(None, None)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="graphs need a GPU")

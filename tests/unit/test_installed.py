@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
 import installed
+
+
+@pytest.fixture(autouse=True)
+def _locks_apart(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("locks")))
 
 
 def test_a_folder_that_is_somebody_elses_stays(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hasten.core.errors import StageError
+from hasten.kernels.driver import call, library
 from hasten.kernels.products import Products
 
 _MEMSET = 2  # the driver's name of such a node
@@ -57,10 +57,9 @@ def recorded(stream: Any, products: Products | None, pool: Any = None) -> Iterat
 
 
 def _zero_once(graph: int, counters: range) -> None:
-    driver = _Driver()
-    if not driver.is_able:
+    if not _is_able():
         return
-    found = [(node, memset) for node, memset in driver.memsets(graph) if _zeroes(memset, counters)]
+    found = [(node, memset) for node, memset in memsets(graph) if _zeroes(memset, counters)]
     # A place that had to be given twice is left as it is.
     uses = Counter(memset.address for _, memset in found)
     lone = sorted((pair for pair in found if uses[pair[1].address] == 1), key=lambda pair: -int(pair[1].address))
@@ -69,9 +68,9 @@ def _zero_once(graph: int, counters: range) -> None:
     # Places are given downwards: the highest is the first one's.
     (first, memset), others = lone[0], lone[1:]
     lowest = others[-1][1].address
-    driver.call("cuGraphMemsetNodeSetParams", c_void_p(first), byref(_Memset(lowest, 0, 0, 1, memset.end - lowest, 1)))
+    call("cuGraphMemsetNodeSetParams", c_void_p(first), byref(_Memset(lowest, 0, 0, 1, memset.end - lowest, 1)))
     for node, _ in others:
-        driver.take_out(graph, node)
+        _take_out(graph, node)
 
 
 def _zeroes(memset: _Memset, counters: range) -> bool:
@@ -81,48 +80,39 @@ def _zeroes(memset: _Memset, counters: range) -> bool:
     return is_inside and is_of_one and memset.value == 0 and memset.height == 1
 
 
-class _Driver:
-    """The few of its functions that change graphs, which PyTorch does not offer."""
+def _is_able() -> bool:
+    """Drivers before CUDA 12.3 cannot say how nodes depend on each other where kernels overlap."""
+    return hasattr(library(), "cuGraphAddDependencies_v2")
 
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("libcuda.so.1")
 
-    @property
-    def is_able(self) -> bool:
-        """Drivers before CUDA 12.3 cannot say how nodes depend on each other where kernels overlap."""
-        return hasattr(self._library, "cuGraphAddDependencies_v2")
+def memsets(graph: int) -> Iterator[tuple[int, _Memset]]:
+    count, kind = c_size_t(), c_int()
+    call("cuGraphGetNodes", c_void_p(graph), None, byref(count))
+    nodes = (c_void_p * count.value)()
+    call("cuGraphGetNodes", c_void_p(graph), nodes, byref(count))
+    for node in filter(None, nodes):
+        call("cuGraphNodeGetType", c_void_p(node), byref(kind))
+        if kind.value == _MEMSET:
+            memset = _Memset()
+            call("cuGraphMemsetNodeGetParams", c_void_p(node), byref(memset))
+            yield node, memset
 
-    def call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._library, name)(*arguments)
-        if status != 0:
-            raise StageError(f"{name} failed with status {status}")
 
-    def memsets(self, graph: int) -> Iterator[tuple[int, _Memset]]:
-        count, kind = c_size_t(), c_int()
-        self.call("cuGraphGetNodes", c_void_p(graph), None, byref(count))
-        nodes = (c_void_p * count.value)()
-        self.call("cuGraphGetNodes", c_void_p(graph), nodes, byref(count))
-        for node in filter(None, nodes):
-            self.call("cuGraphNodeGetType", c_void_p(node), byref(kind))
-            if kind.value == _MEMSET:
-                memset = _Memset()
-                self.call("cuGraphMemsetNodeGetParams", c_void_p(node), byref(memset))
-                yield node, memset
+def _take_out(graph: int, node: int) -> None:
+    """What came after it comes after what was before it."""
+    before = _neighbours("cuGraphNodeGetDependencies_v2", node)
+    after = _neighbours("cuGraphNodeGetDependentNodes_v2", node)
+    call("cuGraphDestroyNode", c_void_p(node))
+    for one in before:
+        for other in after:
+            ends = byref(c_void_p(one)), byref(c_void_p(other))
+            call("cuGraphAddDependencies_v2", c_void_p(graph), *ends, byref(_Edge()), c_size_t(1))
 
-    def take_out(self, graph: int, node: int) -> None:
-        """What came after it comes after what was before it."""
-        before = self._neighbours("cuGraphNodeGetDependencies_v2", node)
-        after = self._neighbours("cuGraphNodeGetDependentNodes_v2", node)
-        self.call("cuGraphDestroyNode", c_void_p(node))
-        for one in before:
-            for other in after:
-                ends = byref(c_void_p(one)), byref(c_void_p(other))
-                self.call("cuGraphAddDependencies_v2", c_void_p(graph), *ends, byref(_Edge()), c_size_t(1))
 
-    def _neighbours(self, name: str, node: int) -> list[int]:
-        count = c_size_t()
-        self.call(name, c_void_p(node), None, None, byref(count))
-        nodes, edges = (c_void_p * count.value)(), (_Edge * count.value)()
-        if count.value:
-            self.call(name, c_void_p(node), nodes, edges, byref(count))
-        return list(filter(None, nodes))
+def _neighbours(name: str, node: int) -> list[int]:
+    count = c_size_t()
+    call(name, c_void_p(node), None, None, byref(count))
+    nodes, edges = (c_void_p * count.value)(), (_Edge * count.value)()
+    if count.value:
+        call(name, c_void_p(node), nodes, edges, byref(count))
+    return list(filter(None, nodes))

@@ -153,6 +153,7 @@ class _Graph:
                     across(here, there)
                     across(compute(there, bucket), back)
                 torch._C._cuda_clearCublasWorkspaces()
+            with recording.beside_others():
                 self._instance = fastest(graph, stream)
         self.pool = graph.pool()
         self._stream, self._there = stream, there

@@ -102,8 +102,8 @@ class FusedSession(OpenSession):
         self.spec = SessionSpec(artifact.signature, Layout.PACKED, artifact.variant.device, _precision(weights).value)
         self._is_closed = False
         self._is_of_masks = MASKS in artifact.signature.outputs[0].shape
-        # Of the tables that ids are looked up in.
-        self._sizes = {
+        # Of the tables that ids are looked up in: to ask a tensor takes a while, and every batch would.
+        self._table_rows = {
             column: (name, len(weights[table])) for column, (name, table) in _TABLES.items() if table in weights
         }
 
@@ -114,9 +114,9 @@ class FusedSession(OpenSession):
             raise StageError("the session is closed")
         signature, tokens = self.spec.signature, batch.tokens
         check_lengths(batch, signature)
-        for column, (name, size) in self._sizes.items():
+        for column, (name, count) in self._table_rows.items():
             if column in batch.values:
-                check_ids(name, batch.values[column], size)
+                check_ids(name, batch.values[column], count)
         masks = signature.counts(signature.outputs[0], batch) if self._is_of_masks else None
         is_few = tokens <= MOST_TOKENS and (masks is None or int(masks.sum()) <= MOST_PICKED)
         with translated(f"a batch of {len(batch)} failed"):
