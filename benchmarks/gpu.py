@@ -3,6 +3,7 @@
     python benchmarks/gpu.py [--only MiniLM-L6 RoBERTa-base …] [--variants fused-fp16@cuda …] [--lengths FILE]
     TRITON_INTERPRET=1 python benchmarks/gpu.py --dry-run    # on the CPU: the script runs, and its times mean nothing
 
+In the environment of `make .venv/.dev`, or with `hasten[build,fused]` and the runtimes to compare with installed.
 Correctness first: outputs are compared with PyTorch in fp32, and what errs by more than 1e-2 (0.05 in bf16, 0.1 in
 int8, 0.25 in fp8) is not timed; the error stands beside every time, and what memory of the GPU each has taken so far.
 Two times for each, medians over alternating rounds: a call, from ids on the host to scores on the host; and alone, from
@@ -45,13 +46,15 @@ from hasten.backends.torch import ModuleSession
 from hasten.builder.export import export
 from hasten.builder.head import Exportable
 from hasten.builder.passes import apply_passes
+from hasten.core.errors import HastenError
 from hasten.core.hardware import this_machine
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Shape, Signature, TensorSpec, pad
 from hasten.core.variant import Precision, Variant
 from hasten.kernels.counters import recorded as graph_of
+from hasten.kernels.dependent import IS_INTERPRETED
 from hasten.kernels.instances import fastest
 from hasten.quantize.half import halve
-from origin import origin
+from origin import needs_gpu, origin
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "gpu.json"
@@ -114,8 +117,11 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="fused variants of a tiny model, on the CPU")
     args = parser.parse_args()
     if args.dry_run:
+        if not IS_INTERPRETED:
+            parser.error("--dry-run is of Triton's interpreter: TRITON_INTERPRET=1 python benchmarks/gpu.py --dry-run")
         dry_run([Variant.parse(name) for name in args.variants])
         return
+    needs_gpu()
     known: dict[str, Any] = msgspec.json.decode(args.output.read_bytes()) if args.output.exists() else {}
     told, results = origin(), {"rows": [], "notes": [], **known}
     results |= {**told, "cuda": torch.version.cuda, "triton": __import__("triton").__version__}
@@ -126,6 +132,8 @@ def main() -> None:
     supports = {variant: BACKENDS.get(variant.backend).probe(this_machine(), variant) for variant in wanted}
     results["missing"] = {variant.name: support.reason for variant, support in supports.items() if not support.ok}
     variants = [variant for variant in wanted if supports[variant].ok]
+    if not variants:
+        raise SystemExit("\n".join(f"error: {name}: {reason}" for name, reason in results["missing"].items()))
     for name in args.only:
         with ExitStack() as opened, tempfile.TemporaryDirectory(prefix="hasten-") as work:
             model, sessions, memory = prepare(STUDIES[name], variants, Path(work))
@@ -548,4 +556,7 @@ def show(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except HastenError as error:
+        raise SystemExit(f"error: {error}") from None

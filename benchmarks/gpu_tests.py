@@ -3,7 +3,8 @@
     python benchmarks/gpu_tests.py [-o FILE] [pytest's own arguments]
 
 Without arguments: all of tests/kernels and the contract of backends, the slow ones too, where to be skipped for want of
-a GPU is to fail. A file that was run before keeps its line until it is run again.
+a GPU is to fail. A file that was run before keeps what is told of it until it is run again. In the environment of
+`make .venv/.dev`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from origin import origin
+from origin import needs_gpu, origin
 
 HERE = Path(__file__).parent
 USUAL = ["tests/kernels", "tests/contract/test_backends.py", "--require", "gpu", "--slow"]
@@ -45,13 +46,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=HERE / "results" / "gpu_tests.json")
     args, given = parser.parse_known_args()
+    needs_gpu()
     told = Told()
     code = pytest.main([*(given or USUAL), "--rootdir", str(HERE.parent), "-q", "-p", "no:cacheprovider"], [told])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return int(code)
     before = msgspec.json.decode(args.output.read_bytes()) if args.output.exists() else {}
-    about = origin()
-    when = {name: about[name] for name in ("created", "commit")} | {"arguments": given or USUAL}
-    files = before.get("files", {}) | {name: when | file for name, file in told.files.items()}
-    args.output.write_bytes(msgspec.json.format(msgspec.json.encode({**about, "files": files}), indent=1))
+    where = {**origin(), "arguments": given or USUAL}
+    files = before.get("files", {}) | {name: where | file for name, file in told.files.items()}
+    args.output.write_bytes(msgspec.json.format(msgspec.json.encode({"files": files}), indent=1))
     return int(code)
 
 

@@ -25,7 +25,7 @@ from gpu import HERE, ROUNDS, RUNS, STUDIES, captured, clocked, prepare, random_
 from hasten.core.tensors import Shape
 from hasten.core.variant import Variant
 from hasten.kernels.instances import Instance
-from origin import origin
+from origin import needs_gpu, origin
 
 MODELS = ("MiniLM-L6", "RoBERTa-base")
 SHAPES = (Shape(1, 16), Shape(1, 32), Shape(1, 128))
@@ -34,20 +34,22 @@ RECORDINGS, INSTANCES = 3, 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", type=Variant.parse, default=Variant.parse("fused-fp16@cuda"))
+    parser.add_argument("--variant", default="fused-fp16@cuda")
     parser.add_argument("-o", "--output", type=Path, default=HERE / "results" / "instances.json")
     args = parser.parse_args()
+    needs_gpu()
+    variant = Variant.parse(args.variant)
     rows: list[dict[str, Any]] = []
     for model in MODELS:
         with tempfile.TemporaryDirectory(prefix="hasten-") as work:
-            _, sessions, _ = prepare(STUDIES[model], [args.variant], Path(work))
+            _, sessions, _ = prepare(STUDIES[model], [variant], Path(work))
             (session,) = sessions.values()
             with session:
                 for shape in SHAPES:
                     rows.append({"model": model, "shape": str(shape), **measured(session, shape)})
                     times = {name: np.round(rows[-1][name], 4) for name in ("device_ms", "alone_ms")}
                     print(model, shape, *times.items(), rows[-1]["waiting_ms"], sep="\n", flush=True)
-    write({**origin(), "variant": args.variant.name, "rows": rows}, args.output)
+    write({**origin(), "variant": variant.name, "rows": rows}, args.output)
 
 
 def measured(session: Any, shape: Shape) -> dict[str, Any]:

@@ -20,6 +20,12 @@ def origin() -> dict[str, Any]:
     }
 
 
+def needs_gpu() -> None:
+    """Before anything is loaded or written: results of a machine without one would take the place of others."""
+    if not this_machine().gpus:
+        raise SystemExit("error: there is no NVIDIA GPU here, and this is about one")
+
+
 def commit() -> str | None:
     """With a word where the code is not as it was committed; None where it came without its history."""
     words = ["git", "describe", "--always", "--dirty"]

@@ -15,6 +15,7 @@ import argparse
 import json
 import random
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ Rows = list[dict[str, Any]]
 
 
 def main(asked: argparse.Namespace) -> None:
+    check(asked)
     source, train, validation = tiny(asked.output / "tiny") if asked.tiny else published(asked.model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     calibrating, searching = train[:256], train[256:512] or train
@@ -89,6 +91,15 @@ def main(asked: argparse.Namespace) -> None:
         print(f"{candidate.variant}: {candidate.reason}")
 
 
+def check(asked: argparse.Namespace) -> None:
+    """What the last steps need, before those that take long."""
+    for package in ("accelerate",) if asked.tiny else ("accelerate", "datasets"):
+        if find_spec(package) is None:
+            raise SystemExit(f"error: the package '{package}' is not installed: pip install {package}")
+    if (asked.output / "bundle").exists():
+        raise SystemExit(f"error: {asked.output / 'bundle'} is there already: give another --output, or delete it")
+
+
 def accuracy(model: Any, tokenizer: Any, rows: Rows, labels: dict[str, int]) -> float:
     right = 0
     with torch.inference_mode():
@@ -116,7 +127,10 @@ def published(model: str) -> tuple[str, Rows, Rows]:
             {"premise": row["premise"], "hypothesis": row["hypothesis"], "label": LABELS[row["label"]]} for row in rows
         ]
 
-    return model, read("train[:20000]"), read("validation_matched")
+    try:
+        return model, read("train[:20000]"), read("validation_matched")
+    except OSError as error:
+        raise SystemExit(f"error: nyu-mll/glue cannot be read from the hub ({error}); --tiny needs no hub") from error
 
 
 def tiny(folder: Path) -> tuple[str, Rows, Rows]:

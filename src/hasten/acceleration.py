@@ -46,7 +46,8 @@ def accelerate(model: Model, *, dtype: Any = None) -> Model:
     # The GPU that the model lies on, which need not be the first.
     support = BACKEND.probe(replace(machine, gpus=machine.gpus[_place(*devices[:1]) :]))
     if not support.ok:
-        raise UnsupportedError(f"accelerating needs the backend 'fused': {support.reason}", hint=support.hint or None)
+        hint = support.hint or "the model computes as it did; hasten.build makes a fast one for this machine"
+        raise UnsupportedError(f"accelerating needs the backend 'fused': {support.reason}", hint=hint)
     import torch
 
     chosen = torch.float16 if dtype is None else dtype

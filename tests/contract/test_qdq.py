@@ -373,3 +373,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert [entry.name for entry in bundle.manifest.variants]
     [candidate] = [each for each in bundle.report.candidates if each.variant == "onnxruntime-int8+qdq"]
     assert candidate.verdict.drop_interval is not None
+    # Not after all its work, but at once.
+    again = subprocess.run(command, capture_output=True, text=True, env=os.environ | paths, check=False)
+    assert (again.returncode, again.stdout) == (1, "")
+    assert again.stderr.startswith(f"error: {tmp_path / 'bundle'} is there already")

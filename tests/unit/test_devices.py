@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import requiring
-from hasten.backends import BACKENDS, Dialect, dialect_of
+from hasten.backends import BACKENDS, Backend, Dialect, dialect_of, fused, tensorrt
 from hasten.backends.onnxruntime.cuda import left_to_cpu
 from hasten.backends.onnxruntime.session import CPU_PROVIDER, CUDA_PROVIDER, Placement
 from hasten.builder.choose import GRAPH, MODULE, compared_with, contenders, device_of
@@ -17,7 +17,7 @@ from hasten.builder.search import ladder
 from hasten.core.errors import PlanError, UnsupportedError
 from hasten.core.hardware import Gpu, Machine, this_machine
 from hasten.core.plan import Plan
-from hasten.core.variant import Support, Variant
+from hasten.core.variant import Precision, Support, Variant
 
 MACHINE = replace(this_machine(), gpus=())
 WITH_GPU = replace(MACHINE, gpus=(Gpu("NVIDIA H200", 2**37, "9.0", "580"),))
@@ -92,6 +92,20 @@ def test_variants_that_were_named_bring_their_device() -> None:
     assert device_of(Plan("m", variants=("onnxruntime-fp32",)), WITH_GPU, MODULE) == "cpu"
     both = Plan("m", variants=("onnxruntime-fp32", "onnxruntime-fp16@cuda"), device="cpu")
     assert device_of(both, WITH_GPU, MODULE) == "cuda"
+
+
+@pytest.mark.parametrize(("device", "variant"), [("cuda", "onnxruntime-fp32"), ("cpu", "onnxruntime-fp16@cuda")])
+def test_a_device_that_contradicts_the_variants(device: str, variant: str) -> None:
+    with pytest.raises(PlanError, match=f"--device {device} contradicts --variants {variant}"):
+        device_of(Plan("m", device=device, variants=(variant,)), WITH_GPU, MODULE)
+
+
+@pytest.mark.parametrize("backend", [fused.BACKEND, tensorrt.BACKEND], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_device_that_is_wrong_on_any_machine(backend: Backend, device: str) -> None:
+    """Also on one without a GPU, which is not the reason."""
+    variant = Variant(backend.name, Precision.FP16, device)
+    assert backend.probe(MACHINE, variant).reason == f"it runs on 'cuda', not on '{device}'"
 
 
 def test_only_its_variants_contend(backends: dict[str, Any]) -> None:

@@ -90,6 +90,7 @@ def test_bad_wishes_are_refused() -> None:
     [
         (0.9999, r"0\.9999 is no percentile to cut off at \(they are of 100: 99\.99, not 0\.9999\)"),
         (1.0, r"they are of 100: 100, not 1\.0"),
+        ("99", r"'99' is no percentile: it is not a number \(as in 99\.99\)"),
         (50.0, r"50\.0 is no percentile to cut off at \(more than 50 and at most 100, as in 99\.99\)"),
         (100.5, r"more than 50"),
         (0.0, r"more than 50"),

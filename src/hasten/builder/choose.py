@@ -23,7 +23,10 @@ GRAPH = "graph"
 def device_of(plan: Plan, machine: Machine, baseline: str) -> str:
     """Whose variants contend: the plan's, or a GPU where a bundle may hold something that runs on it."""
     if plan.recipe is not None or plan.variants:
-        return CUDA if CUDA in [Variant.parse(name).device for name in plan.variants] else CPU
+        devices = [Variant.parse(name).device for name in plan.variants] or [CPU]
+        if plan.device not in (None, *devices):
+            raise PlanError(f"--device {plan.device} contradicts --variants {' '.join(plan.variants)}")
+        return CUDA if CUDA in devices else CPU
     if plan.device == CPU or (plan.device is None and not machine.gpus):
         return CPU
     stored = [backend for backend in _fitting(baseline) if backend.is_stored]
@@ -62,7 +65,8 @@ def contenders(
             check_ways(variant)
             support = BACKENDS.get(variant.backend).probe(machine, variant)
             if not support.ok:
-                raise UnsupportedError(f"{variant} does not run here: {support.reason}", hint=support.hint or None)
+                hint = support.hint or "'hasten doctor' lists what does"
+                raise UnsupportedError(f"{variant} does not run here: {support.reason}", hint=hint)
             if not _is_made_from(variant.backend, baseline):
                 raise UnsupportedError(f"{variant} runs a PyTorch module, and {plan.model} comes as an ONNX graph")
         if not any(BACKENDS.get(variant.backend).is_stored for variant in asked):

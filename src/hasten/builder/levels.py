@@ -49,6 +49,8 @@ def of_level(level: str | None, preset: str | None, machine: Machine, device: st
 
 def of_precision(precision: str, backend: str | None, device: str | None, machine: Machine) -> tuple[str, ...]:
     """All that computes in a precision, on a device or, without one, on a GPU where something does so there."""
+    if device == CUDA and not machine.gpus:
+        raise UnsupportedError("device cuda needs an NVIDIA GPU, and there is none here", hint="leave out device")
     known = [
         variant
         for one in (BACKENDS.all() if backend is None else [BACKENDS.get(backend)])

@@ -106,8 +106,9 @@ def look(
     for variant in filter(is_of_given_quantizers, wanted):
         if rounded is None:
             raise PlanError(
-                f"{variant} is made by quantizers in the module, and {model.id} has none",
-                hint="hasten.build(model, tokenizer=…) with a model that was made inside qdq.patched()",
+                f"{variant} is made by quantizers in the module, and {model.id} has none that is on",
+                hint="hasten.build(model, tokenizer=…) with a model that was made inside qdq.patched(); "
+                "qdq.enable(model) where all are off",
             )
         if variant.precision is not rounded:
             raise PlanError(f"{variant} cannot be made by quantizers that round to {rounded}, as those of {model.id}")

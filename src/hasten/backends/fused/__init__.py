@@ -50,6 +50,8 @@ class Fused:
     is_stored = True
 
     def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
+        if variant is not None and variant.device != CUDA:
+            return Support.no(f"it runs on '{CUDA}', not on '{variant.device}'")
         if not machine.gpus:
             return Support.no("there is no NVIDIA GPU here")
         gpu, capability = machine.gpus[0], tuple(map(int, machine.gpus[0].capability.split(".")))
@@ -58,8 +60,6 @@ class Fused:
         support = probe_packages(self)
         if not support.ok or variant is None:
             return support
-        if variant.device != CUDA:
-            return Support.no(f"it runs on '{CUDA}', not on '{variant.device}'")
         if variant.precision not in (*DTYPES, *NARROW):
             return Support.no(f"it does not compute in {variant.precision}")
         oldest = _OLDEST.get(variant.precision, OLDEST)

@@ -65,6 +65,8 @@ class TensorRT:
     is_stored = True
 
     def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
+        if variant is not None and variant.device != CUDA:
+            return Support.no(f"it runs on '{CUDA}', not on '{variant.device}'")
         if not machine.gpus:
             return Support.no("there is no NVIDIA GPU here")
         support = probe_packages(self)
@@ -72,8 +74,6 @@ class TensorRT:
             return support
         if (error := loading_error()) is not None:
             return Support.no(f"TensorRT does not load: {error}", "its libraries lie outside PyPI")
-        if variant is not None and variant.device != CUDA:
-            return Support.no(f"it runs on '{CUDA}', not on '{variant.device}'")
         precision = variant.precision if variant is not None else Precision.FP32
         if precision not in _OLDEST:
             return Support.no(f"it does not compute in {precision}")

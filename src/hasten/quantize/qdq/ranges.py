@@ -73,6 +73,8 @@ def check_method(method: str, value: float | None, precision: Precision) -> None
         raise PlanError(f"nobody calibrates by '{method}'", hint=f"one of {', '.join(Method)}")
     if value is not None and method != Method.PERCENTILE:
         raise PlanError(f"'{method}' takes no number", hint="percentile does, as in 99.99")
+    if value is not None and not isinstance(value, int | float):
+        raise PlanError(f"{value!r} is no percentile: it is not a number", hint=f"as in {_PERCENTILE}")
     if value is not None and not _LEAST_PERCENTILE < value <= 100:
         is_fraction = _LEAST_PERCENTILE < 100 * value <= 100
         meant = f"they are of 100: {100 * value:.10g}, not {value}"
