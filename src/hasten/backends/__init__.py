@@ -284,6 +284,13 @@ def probe_gpu(machine: Machine) -> Support:
     return Support.yes() if machine.gpus else Support.no("there is no NVIDIA GPU here")
 
 
+def probe_cuda_only(variant: Variant | None) -> Support:
+    """For a backend that has nothing to run on any other device."""
+    if variant is None or variant.device == CUDA:
+        return Support.yes()
+    return Support.no(f"it runs on '{CUDA}', not on '{variant.device}'")
+
+
 class OpenSession(Closing):
     """The part that every session shares."""
 

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hasten.backends import MODEL, Artifact, Dialect, RunOptions, Source, probe_packages
+from hasten.backends import (
+    MODEL,
+    Artifact,
+    Dialect,
+    RunOptions,
+    Source,
+    probe_cuda_only,
+    probe_gpu,
+    probe_packages,
+)
 from hasten.backends.fused.session import ABOUT, CUDA, DTYPES, NARROW, About, FusedSession, read_about, translated
 from hasten.backends.torch import probe_torch_gpu
 from hasten.core.errors import StageError
@@ -50,16 +59,17 @@ class Fused:
     is_stored = True
 
     def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
-        if variant is not None and variant.device != CUDA:
-            return Support.no(f"it runs on '{CUDA}', not on '{variant.device}'")
+        named = probe_cuda_only(variant)
         if not machine.gpus:
-            return Support.no("there is no NVIDIA GPU here")
+            return probe_gpu(machine) if named.ok else named
         gpu, capability = machine.gpus[0], tuple(map(int, machine.gpus[0].capability.split(".")))
         if capability < OLDEST:
             return Support.no(f"it needs compute capability 8.0, and {gpu.name} has {gpu.capability}")
         support = probe_packages(self)
         if not support.ok or variant is None:
             return support
+        if not named.ok:
+            return named
         if variant.precision not in (*DTYPES, *NARROW):
             return Support.no(f"it does not compute in {variant.precision}")
         oldest = _OLDEST.get(variant.precision, OLDEST)

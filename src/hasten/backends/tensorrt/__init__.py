@@ -21,6 +21,8 @@ from hasten.backends import (
     RunOptions,
     Session,
     Source,
+    probe_cuda_only,
+    probe_gpu,
     probe_packages,
 )
 from hasten.backends.tensorrt.engine import (
@@ -65,15 +67,16 @@ class TensorRT:
     is_stored = True
 
     def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
-        if variant is not None and variant.device != CUDA:
-            return Support.no(f"it runs on '{CUDA}', not on '{variant.device}'")
+        named = probe_cuda_only(variant)
         if not machine.gpus:
-            return Support.no("there is no NVIDIA GPU here")
+            return probe_gpu(machine) if named.ok else named
         support = probe_packages(self)
         if not support.ok:
             return support
         if (error := loading_error()) is not None:
             return Support.no(f"TensorRT does not load: {error}", "its libraries lie outside PyPI")
+        if not named.ok:
+            return named
         precision = variant.precision if variant is not None else Precision.FP32
         if precision not in _OLDEST:
             return Support.no(f"it does not compute in {precision}")
