@@ -46,7 +46,6 @@ from hasten.backends.torch import ModuleSession
 from hasten.builder.export import export
 from hasten.builder.head import Exportable
 from hasten.builder.passes import apply_passes
-from hasten.core.errors import HastenError
 from hasten.core.hardware import this_machine
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Shape, Signature, TensorSpec, pad
 from hasten.core.variant import Precision, Variant
@@ -54,7 +53,7 @@ from hasten.kernels.counters import recorded as graph_of
 from hasten.kernels.dependent import IS_INTERPRETED
 from hasten.kernels.instances import fastest
 from hasten.quantize.half import halve
-from origin import needs_gpu, origin
+from origin import needs_gpu, origin, run
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "gpu.json"
@@ -406,14 +405,14 @@ def device_ms(session: FusedSession, batch: Batch, *, rests: bool = True) -> dic
     return spread(taken)
 
 
-def clocked(ask: Callable[[], Any], on: Any) -> list[float]:
-    """What the device takes for what is queued on that stream, by its own clock."""
+def clocked(ask: Callable[[], Any], on: Any, ahead: int = _AHEAD) -> list[float]:
+    """What the device takes for what is queued on that stream, by its own clock, so many cycles after it is queued."""
     taken = []
     for _ in range(RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(on):
             # Meanwhile the host queues the rest.
-            torch.cuda._sleep(_AHEAD)
+            torch.cuda._sleep(ahead)
             begin.record()
             ask()
             end.record()
@@ -556,7 +555,4 @@ def show(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except HastenError as error:
-        raise SystemExit(f"error: {error}") from None
+    run(main)

@@ -25,7 +25,7 @@ from gpu import HERE, ROUNDS, RUNS, STUDIES, captured, clocked, prepare, random_
 from hasten.core.tensors import Shape
 from hasten.core.variant import Variant
 from hasten.kernels.instances import Instance
-from origin import needs_gpu, origin
+from origin import needs_gpu, origin, run
 
 MODELS = ("MiniLM-L6", "RoBERTa-base")
 SHAPES = (Shape(1, 16), Shape(1, 32), Shape(1, 128))
@@ -37,8 +37,8 @@ def main() -> None:
     parser.add_argument("--variant", default="fused-fp16@cuda")
     parser.add_argument("-o", "--output", type=Path, default=HERE / "results" / "instances.json")
     args = parser.parse_args()
-    needs_gpu()
     variant = Variant.parse(args.variant)
+    needs_gpu()
     rows: list[dict[str, Any]] = []
     for model in MODELS:
         with tempfile.TemporaryDirectory(prefix="hasten-") as work:
@@ -81,18 +81,6 @@ def alternating(lanes: Mapping[Any, Callable[[], list[float]]]) -> dict[Any, flo
 def ways_to_wait(ask: Callable[[], Any], stream: Any) -> dict[str, Callable[[], list[float]]]:
     is_done = torch.cuda.Event()
 
-    def by_its_clock() -> list[float]:
-        taken = []
-        for _ in range(RUNS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            begin.record(stream)
-            ask()
-            end.record(stream)
-            end.synchronize()
-            taken.append(begin.elapsed_time(end))
-        return taken
-
     def timed_with(wait: Callable[[], Any]) -> Callable[[], list[float]]:
         def times() -> list[float]:
             taken = []
@@ -121,9 +109,9 @@ def ways_to_wait(ask: Callable[[], Any], stream: Any) -> dict[str, Callable[[], 
         "an event": timed_with(for_event),
         "an event, asked over and over": timed_with(asking_event),
         "only launched": timed_with(lambda: None),
-        "device's clock": by_its_clock,
+        "device's clock": partial(clocked, ask, stream, ahead=0),
     }
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

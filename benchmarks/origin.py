@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from hasten.core.errors import HastenError
 from hasten.core.hardware import this_machine
 
 
@@ -18,6 +20,14 @@ def origin() -> dict[str, Any]:
         "commit": commit(),
         "machine": msgspec.to_builtins(this_machine()),
     }
+
+
+def run(main: Callable[[], None]) -> None:
+    """What is wrong with what was asked for is a line, as on hasten's own command line."""
+    try:
+        main()
+    except HastenError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def needs_gpu() -> None:

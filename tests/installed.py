@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import shlex
 import shutil
@@ -38,7 +37,7 @@ def python(environment: Path, *installs: str, has_ours: bool = False) -> Path:
 
 def making(environment: Path) -> FileLock:
     """Tests run in several processes, and one makes it for all. Not beside it: there it may be somebody else's."""
-    name = f"tests-of-hasten-{getpass.getuser()}-{zlib.crc32(bytes(environment)):08x}.lock"
+    name = f"tests-of-hasten-{os.getuid()}-{zlib.crc32(bytes(environment)):08x}.lock"
     return FileLock(Path(tempfile.gettempdir()) / name)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from encoders import DEVICE
 from hasten.core.errors import StageError
-from hasten.kernels import instances
+from hasten.kernels import driver, instances
 from hasten.kernels.counters import recorded
 from hasten.kernels.instances import chosen, fastest
 
@@ -56,6 +58,33 @@ def test_where_there_can_be_only_one_that_is_taken(monkeypatch: pytest.MonkeyPat
     assert Lone.made == 2
     with pytest.raises(StageError):
         fastest(None, None)
+
+
+class Driver:
+    """Stands in for the real one, which needs a GPU: says what was asked of it."""
+
+    def __init__(self, **statuses: int) -> None:
+        self.asked: list[str] = []
+        self._statuses = statuses
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def answer(*_: object) -> int:
+            self.asked.append(name)
+            return self._statuses.get(name, 0)
+
+        return answer
+
+
+def test_an_instance_is_given_back_once_and_what_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Driver(cuGraphLaunch=700)
+    for module in (driver, instances):
+        monkeypatch.setattr(module, "library", lambda: made)
+    instance = instances.Instance(SimpleNamespace(raw_cuda_graph=lambda: 1))
+    with pytest.raises(StageError, match="cuGraphLaunch failed with status 700"):
+        instance.launch(SimpleNamespace(cuda_stream=2))
+    del instance
+    gc.collect()
+    assert made.asked == ["cuGraphInstantiateWithFlags", "cuGraphLaunch", "cuGraphExecDestroy"]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="graphs need a GPU")

@@ -46,12 +46,13 @@ class Instance:
 
     def seconds(self, stream: Any) -> float:
         """Of the device, for one of several in a row; where the first says that it takes long, that one's."""
-        first = self._took(stream, 1)
+        first = self.took(stream)
         if first > _LONG_S:
             return first
-        return min(self._took(stream, _LAUNCHES) for _ in range(_TIMES)) / _LAUNCHES
+        return min(self.took(stream, _LAUNCHES) for _ in range(_TIMES)) / _LAUNCHES
 
-    def _took(self, stream: Any, launches: int) -> float:
+    def took(self, stream: Any, launches: int = 1) -> float:
+        """Seconds of the device for all of them."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record(stream)
         for _ in range(launches):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from hasten.core.tensors import Batch
 from hasten.core.version import __version__
 from hasten.kernels.counters import recorded
 from hasten.kernels.encoder import Encoder
+from hasten.kernels.instances import Instance
 from hasten.kernels.packing import MOST_TOKENS, Bucket, pack, round_up, unpack
 from hasten.kernels.products import ALGORITHM_BYTES, Product, Products, library_version
 from hasten.kernels.replay import garbage_kept
@@ -117,23 +118,12 @@ def seconds(launch: Callable[[], Any], products: Products | None = None) -> floa
             with recorded(stream, products) as graph:
                 for _ in range(_LAUNCHES):
                     launch()
-            graph.instantiate()
+            instance = Instance(graph)
     except (StageError, RuntimeError, OutOfResources):
         # PyTorch says of what it cannot multiply a RuntimeError, Triton of a cut that is too large its own.
         torch.cuda.synchronize()
         return float("inf")
-    return median(_timed(graph, stream))
-
-
-def _timed(graph: Any, stream: Any) -> Iterator[float]:
-    for _ in range(_REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(stream)
-        with torch.cuda.stream(stream):
-            graph.replay()
-        end.record(stream)
-        end.synchronize()
-        yield begin.elapsed_time(end) / 1e3 / _LAUNCHES
+    return median(instance.took(stream) for _ in range(_REPLAYS)) / _LAUNCHES
 
 
 def _few_tokens(encoder: Encoder, timed: Callable[[Callable[[], Any]], float]) -> int:
