@@ -17,9 +17,9 @@ test: $(VENV)/.dev ## the tests that run everywhere, in two processes with one t
 
 e2e: $(VENV)/.dev ## slow: real weights, real processes, torch.compile
 	$(BIN)/python -m pytest tests/e2e --slow -m alone
-	$(BIN)/python -m pytest tests/e2e --slow -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder --durations=15
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/contract tests/kernels -m slow --slow \
-		-n 2 --dist worksteal --durations=15
+	# The longest file first: the last ones end side by side.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels tests/e2e tests/contract tests/unit --slow \
+		-m "not alone and (slow or e2e)" -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
 check: $(VENV)/.dev ## style, types, layers, generated docs
 	$(BIN)/ruff format --check .
