@@ -5,6 +5,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/hasten/core/version.py)
 
+# Tests start hundreds of processes, and each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test e2e check fix bench docs image
 
 demo: $(VENV)/.demo ## build, verify and benchmark a real model, then answer a query

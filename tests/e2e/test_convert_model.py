@@ -25,11 +25,14 @@ def _convert(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_clients_of_transformer_deploy_are_answered(minilm: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_clients_of_transformer_deploy_are_answered(
+    minilm: str, few_texts: Path, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
     """By a real server: any number of texts of shape [n], long ones cut, vectors as sentence-transformers has them."""
     from sentence_transformers import SentenceTransformer
 
-    shown = _convert(tmp_path, "-m", minilm, "--task", "embedding", "-n", "minilm", "-o", "here", "--runtime", "python")
+    about = ["-m", minilm, "--task", "embedding", "--data", str(few_texts)]
+    shown = _convert(tmp_path, *about, "-n", "minilm", "-o", "here", "--runtime", "python")
     engines = re.findall(r"^\[(.+?)\] mean=", shown, re.MULTILINE)
     assert engines == ["Pytorch (FP32)", "ONNX Runtime (FP32)", "ONNX Runtime (optimized)"]
     program = tritonserver.find_program(pytestconfig)

@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hasten.measure.data import sample_texts
-
 TEXTS = ["How do I reset my password?", "I forgot my login, help!", "The weather is lovely today."]
 
 
@@ -23,13 +21,10 @@ def hasten(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="session")
-def bundle(minilm: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("e2e")
-    target, data = folder / "minilm", folder / "rows.jsonl"
-    # Every third row of the built-in sample.
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in sample_texts()[::3]), encoding="utf-8")
-    quick = ("--budget", "20s", "--bench-budget", "4s", "-b", "1", "2", "4", "-s", "16", "32", "64", "--data", data)
-    built = hasten("build", minilm, "-o", target, *quick)
+def bundle(minilm: str, few_texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("e2e") / "minilm"
+    quick = ("--budget", "20s", "--bench-budget", "4s", "-b", "1", "2", "4", "-s", "16", "32", "64")
+    built = hasten("build", minilm, "-o", target, "--data", few_texts, *quick)
     assert built.returncode == 0, built.stderr
     return target
 
