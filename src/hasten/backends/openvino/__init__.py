@@ -65,10 +65,8 @@ class OpenVino:
         Int8 has to be calibrated first.
         """
         halves = [Variant(self.name, precision) for precision in (Precision.BF16, Precision.FP16)]
-        return [
-            Variant(self.name, Precision.FP32),
-            *[half for half in halves if self.probe(machine, half).ok][:1],
-        ]
+        runs = [variant for variant in (Variant(self.name, Precision.FP32), *halves) if self.probe(machine, variant).ok]
+        return runs[:2]
 
     def make(self, source: Source, variant: Variant, directory: Path) -> Artifact:
         import openvino
