@@ -287,8 +287,10 @@ def study(
         set_pruning(sessions, prunes=False)
         errors: dict[str, float] = {}
         for lane, session in sessions.items():
-            before = used_bytes()
+            before, begin = used_bytes(), time.perf_counter()
             errors[lane] = error(session.run(batch)["logits"], expected)
+            # Compiled, tuned and recorded before: it may take longer than all that is timed.
+            print(f"{lane} answered {shape} for the first time in {time.perf_counter() - begin:.1f} s", flush=True)
             memory[lane] += used_bytes() - before
         fair = {lane: session for lane, session in sessions.items() if errors[lane] <= largest_error(lane)}
         calls: dict[str, list[float]] = {lane: [] for lane in fair}
