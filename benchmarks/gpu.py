@@ -60,7 +60,7 @@ RESULTS = HERE / "results" / "gpu.json"
 INPUTS = ("input_ids", "attention_mask")
 LANES = (
     "torch-fp32@cuda", "torch-fp16@cuda", "torch-bf16@cuda", "inductor-fp16@cuda",
-    "onnxruntime-fp16@cuda", "tensorrt-fp16@cuda",
+    "onnxruntime-fp16@cuda", "tensorrt-fp16@cuda", "onnxruntime-tensorrt-fp16@cuda",
     "fused-fp16@cuda", "fused-fp16+gelu@cuda",
     "fused-fp8@cuda", "fused-fp8+gelu@cuda", "fused-fp8+gelu+fast@cuda", "fused-int8@cuda",
 )  # fmt: skip
@@ -289,7 +289,7 @@ def study(
         for lane, session in sessions.items():
             before, begin = used_bytes(), time.perf_counter()
             errors[lane] = error(session.run(batch)["logits"], expected)
-            # Compiled, tuned and recorded before: it may take longer than all that is timed.
+            # Compiling, tuning and recording are in it, and may take longer than all that is timed.
             print(f"{lane} answered {shape} for the first time in {time.perf_counter() - begin:.1f} s", flush=True)
             memory[lane] += used_bytes() - before
         fair = {lane: session for lane, session in sessions.items() if errors[lane] <= largest_error(lane)}

@@ -57,6 +57,7 @@ ON_GPU = {
     "torch": ("torch-fp32@cuda", "torch-fp16@cuda", "torch-bf16@cuda"),
     "inductor": ("inductor-fp16@cuda",),
     "onnxruntime": ("onnxruntime-fp16@cuda", "onnxruntime-fp32@cuda"),
+    "onnxruntime-tensorrt": ("onnxruntime-tensorrt-fp16@cuda",),
 }
 
 
@@ -211,6 +212,16 @@ def test_the_session_for_gpus_answers_from_buckets(sources: Any, kind: str, prec
             session.run(batch_of([FULL + 1]))
     with pytest.raises(StageError, match="closed"):
         session.run(batch_of([3]))
+
+
+def test_a_graph_of_which_a_gpu_computes_nothing_is_refused(sources: Any) -> None:
+    from hasten.backends.onnxruntime.cuda import CudaSession, check_placements
+
+    loaded, graphs = sources["per row"]
+    graph = graphs[Dialect.ORT_CUDA]
+    artifact = Artifact(Variant.parse("onnxruntime-fp32@cuda"), loaded.signature, graph.parent, {"model": graph.name})
+    with pytest.raises(StageError, match="none of its nodes to CUDAExecutionProvider"):
+        check_placements(artifact, partial(CudaSession, device="cpu"))
 
 
 def test_the_session_for_gpus_keeps_still_while_another_records(sources: Any) -> None:

@@ -127,7 +127,7 @@ def test_what_is_broken_is_named(tmp_path: Path) -> None:
     assert _one(problems, "the backend 'abacus' of acme_beads:BACKEND cannot be loaded")
     assert _one(problems, "what is registered as the backend 'finger' is none") == ""
     health = {backend["name"]: backend["health"] for backend in found["backends"]}
-    expected = {"graph": "works", "onnxruntime": "works", "tensorrt": "absent"}
+    expected = {"graph": "works", "onnxruntime": "works", "onnxruntime-tensorrt": "absent", "tensorrt": "absent"}
     assert health == {**expected, **dict.fromkeys(("fused", "inductor", "openvino", "torch"), "broken")}
 
 

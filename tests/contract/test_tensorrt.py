@@ -258,3 +258,26 @@ def test_the_contract_is_kept_beside_a_standin(tmp_path: Path) -> None:
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed
     assert int(passed[1]) > 20
+
+
+@pytest.mark.parametrize("name", ["classifier", "relative bias", "masks"])
+def test_the_second_road_answers_from_the_typed_graph(
+    name: str, plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorRT inside ONNX Runtime, made for a GPU and opened on the CPU: all of it but TensorRT."""
+    from hasten.backends import onnxruntime_tensorrt as road
+    from hasten.backends.tensorrt.planning import Place
+
+    monkeypatch.setattr(road, "this_place", lambda: Place("a GPU", "9.0", "none"))
+    monkeypatch.setattr(road, "check_placements", lambda *_: None)
+    graph, signature = plain(name)
+    source = Source(signature, {MODEL: graph}, shapes=Shapes(Range(1, 2, 2), Range(16, 16, 16)))
+    artifact = road.BACKEND.make(source, Variant.parse("onnxruntime-tensorrt-fp16@cuda"), tmp_path)
+    batch = batch_of(signature)
+    with road.ProviderSession(artifact, RunOptions(1), device="cpu") as session:
+        # Three rows, and engines for two.
+        found = np.concatenate([value.ravel() for value in session.run(batch).values()])
+    assert 0 < error(found, answer(graph, signature)) <= TOLERANCES[Precision.FP16]
+    artifact.path().with_suffix(".json").write_bytes(b"{}")
+    with pytest.raises(StageError, match="does not say what its engine is"):
+        road.ProviderSession(artifact, RunOptions(1), device="cpu")

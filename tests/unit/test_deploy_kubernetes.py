@@ -161,6 +161,10 @@ def test_a_gpus_image_and_size_are_told(
     write_bundle(model.path, make_manifest(engine), measured=manifests.measured(report, engine))
     assert main([*words, "--force"]) == 0
     assert "TensorRT lies outside PyPI: put it into that image" in (tmp_path / "out" / "README.md").read_text()
+    engine = "onnxruntime-tensorrt-fp16@cuda"
+    write_bundle(model.path, make_manifest(engine), measured=manifests.measured(report, engine))
+    assert main([*words, "--force"]) == 2
+    assert "builds its engine where it is first opened, and every pod would" in capsys.readouterr().err
 
 
 def test_the_server_understands_its_environment(deploy: Any) -> None:

@@ -32,7 +32,7 @@ _STARTUP_PERIOD_S = 2
 # On a cold node, from a slow disk: so many times what loading took in the benchmark, and never less than this.
 _STARTUP_FACTOR, _STARTUP_LEAST_S = 60, 120
 _MEMORY_STEP = 64 * 2**20
-_GPU, _TENSORRT = "nvidia.com/gpu", "tensorrt"
+_GPU, _TENSORRT, _BUILT_ANEW = "nvidia.com/gpu", "tensorrt", "onnxruntime-tensorrt"
 
 # What Node Feature Discovery calls the instructions that a variant may ask for.
 _NODE_FEATURES = {
@@ -127,6 +127,11 @@ class Pod:
         entry = bundle.entry(options.variant) if options.variant else bundle.chosen
         if entry.device == CPU and options.gpus:
             raise PlanError(f"{entry.name} runs on the CPU: it has no use for --gpu", hint="leave --gpu out")
+        if entry.backend == _BUILT_ANEW:
+            raise PlanError(
+                f"{entry.name} builds its engine where it is first opened, and every pod would",
+                hint="build the bundle with tensorrt-fp16@cuda, which keeps its engine",
+            )
         report = bundle.report
         footprint = next((one for one in report.bench.footprints if one.variant == entry.name), None)
         # The usual shape is timed first.

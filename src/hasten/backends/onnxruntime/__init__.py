@@ -31,6 +31,7 @@ from hasten.backends.onnxruntime.decoder import DecoderSession
 from hasten.backends.onnxruntime.session import (
     CPU_PROVIDER,
     CUDA_PROVIDER,
+    TENSORRT_PROVIDER,
     CpuSession,
     executed,
     placements,
@@ -132,7 +133,7 @@ class OnnxRuntime:
     def trials(self, machine: Machine) -> Sequence[Trial]:
         import onnxruntime
 
-        return [_trial(provider, machine) for provider in onnxruntime.get_available_providers()]
+        return [trial(provider, machine) for provider in onnxruntime.get_available_providers()]
 
 
 def _open(artifact: Artifact, options: RunOptions, profile: str | None = None) -> CpuSession | CudaSession:
@@ -145,14 +146,14 @@ def _open_decoder(artifact: Artifact, options: RunOptions, slots: int, profile: 
     return on(artifact, options, slots, profile)
 
 
-def _trial(provider: str, machine: Machine) -> Trial:
+def trial(provider: str, machine: Machine) -> Trial:
     """ONNX Runtime hands what a provider cannot do, or everything if it does not start, to the CPU."""
     import onnxruntime
 
     is_wanted = provider == CPU_PROVIDER or (provider == CUDA_PROVIDER and bool(machine.gpus))
     with tempfile.TemporaryDirectory(prefix="hasten-") as work:
         options = settings(1, work)
-        if provider == CUDA_PROVIDER:
+        if provider in (CUDA_PROVIDER, TENSORRT_PROVIDER):
             load_libraries()
         # As they are in the graph, so that each is seen.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import cache
 from io import StringIO
@@ -164,19 +164,28 @@ class _Bucket:
 
 
 def open_graph(
-    graph: str | bytes, device: str, profile: str | None = None, more: Mapping[str, str] | None = None
+    graph: str | bytes,
+    device: str,
+    profile: str | None = None,
+    more: Mapping[str, str] | None = None,
+    first: tuple[str, Mapping[str, str]] | None = None,
 ) -> Any:
-    """A session on a GPU, or for tests on the CPU; `more` is for the provider."""
+    """A session on a GPU, or for tests on the CPU; `more` is for the provider, `first` one that is asked before it."""
     import onnxruntime
 
+    options = settings(1, profile)
     if device != CUDA:
-        return onnxruntime.InferenceSession(graph, settings(1, profile), providers=[CPU_PROVIDER])
+        return onnxruntime.InferenceSession(graph, options, providers=[CPU_PROVIDER])
     load_libraries()
     # Its products would be in TF32 otherwise, which is no fp32. The first GPU goes without saying: named, ONNX Runtime
     # looks for a provider of another kind first, and warns of every session that there is none.
     about = {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested", **(more or {})}
-    providers = [(CUDA_PROVIDER, about), CPU_PROVIDER]
-    return onnxruntime.InferenceSession(graph, settings(1, profile), providers=providers, enable_fallback=0)
+    providers: list[Any] = [(CUDA_PROVIDER, about), CPU_PROVIDER]
+    if first is not None:
+        # It knows none of what would be fused for the others.
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        providers.insert(0, first)
+    return onnxruntime.InferenceSession(graph, options, providers=providers, enable_fallback=0)
 
 
 def check_started(session: Any, device: str) -> None:
@@ -189,14 +198,24 @@ def has_fixed_outputs(signature: Signature) -> bool:
     return all(size in (BATCH, SEQUENCE) or isinstance(size, int) for spec in signature.outputs for size in spec.shape)
 
 
-def check_placements(artifact: Artifact) -> None:
-    """Refuse a graph of which ONNX Runtime leaves a part to the CPU: a batch would wait for it, and be copied twice."""
+def check_placements(
+    artifact: Artifact,
+    on: Callable[[Artifact, RunOptions, str], CudaSession] = CudaSession,
+    provider: str = CUDA_PROVIDER,
+) -> None:
+    """Refuse a graph of which ONNX Runtime leaves a part to the CPU: a batch would wait for it, and be copied twice.
+
+    Where all of it is left, nothing is copied; and who starts, and takes no node, says nothing.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="hasten-") as work,
-        CudaSession(artifact, RunOptions(1), work) as session,
+        on(artifact, RunOptions(1), work) as session,
     ):
         session.warm([Shape(1, 8)])
-        refuse_left(left_to_cpu(placements(session.runtime)))
+        ran = placements(session.runtime)
+    refuse_left(left_to_cpu(ran))
+    if all(one.provider != provider for one in ran):
+        raise StageError(f"ONNX Runtime gave none of its nodes to {provider}")
 
 
 def refuse_left(left: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from hasten.core.variant import CPU
 
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
+TENSORRT_PROVIDER = "TensorrtExecutionProvider"
 _ERRORS_ONLY = 3
 # It would put norms back together with the additions before them, into a kernel that is slower than the two.
 _UNWANTED = ["SkipLayerNormFusion"]

@@ -64,9 +64,11 @@ class OpenVino:
 
         Int8 has to be calibrated first.
         """
+        whole = Variant(self.name, Precision.FP32)
+        if not self.probe(machine, whole).ok:
+            return []
         halves = [Variant(self.name, precision) for precision in (Precision.BF16, Precision.FP16)]
-        runs = [variant for variant in (Variant(self.name, Precision.FP32), *halves) if self.probe(machine, variant).ok]
-        return runs[:2]
+        return [whole, *[half for half in halves if self.probe(machine, half).ok][:1]]
 
     def make(self, source: Source, variant: Variant, directory: Path) -> Artifact:
         import openvino

@@ -77,13 +77,7 @@ class TensorRT:
             return Support.no(f"TensorRT does not load: {error}", "its libraries lie outside PyPI")
         if not named.ok:
             return named
-        precision = variant.precision if variant is not None else Precision.FP32
-        if precision not in _OLDEST:
-            return Support.no(f"it does not compute in {precision}")
-        gpu, (major, minor) = machine.gpus[0], _OLDEST[precision]
-        if tuple(map(int, gpu.capability.split("."))) < (major, minor):
-            return Support.no(f"{precision} needs compute capability {major}.{minor}; {gpu.name} has {gpu.capability}")
-        return support
+        return probe_capability(machine, variant.precision if variant is not None else Precision.FP32)
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
         half = Variant(self.name, Precision.FP16, CUDA)
@@ -106,6 +100,16 @@ class TensorRT:
         record = read_record(artifact.path().with_suffix(".json"))
         is_at_home = record.place == this_place()
         return _Session(artifact, record, load_engine(artifact.path() if is_at_home else _rebuilt(artifact, record)))
+
+
+def probe_capability(machine: Machine, precision: Precision) -> Support:
+    """Whether TensorRT computes in it on the GPU that is there."""
+    if precision not in _OLDEST:
+        return Support.no(f"it does not compute in {precision}")
+    gpu, (major, minor) = machine.gpus[0], _OLDEST[precision]
+    if tuple(map(int, gpu.capability.split("."))) < (major, minor):
+        return Support.no(f"{precision} needs compute capability {major}.{minor}; {gpu.name} has {gpu.capability}")
+    return Support.yes()
 
 
 def _rebuilt(artifact: Artifact, record: Record) -> Path:
