@@ -3,7 +3,9 @@
     python benchmarks/gpu.py [--only MiniLM-L6 RoBERTa-base …] [--variants fused-fp16@cuda …] [--lengths FILE]
     TRITON_INTERPRET=1 python benchmarks/gpu.py --dry-run    # on the CPU: the script runs, and its times mean nothing
 
-In the environment of `make .venv/.dev`, or with `hasten[build,fused]` and the runtimes to compare with installed.
+In the environment of `make .venv/.dev`, or with the extras `build` and `fused` and the runtimes to compare with: for
+ONNX Runtime `pip uninstall --yes onnxruntime`, then `pip install 'onnxruntime-gpu[cuda,cudnn]'`. What is missing, or
+cannot be made, is named and left out.
 Correctness first: outputs are compared with PyTorch in fp32, and what errs by more than 1e-2 (0.05 in bf16, 0.1 in
 int8, 0.25 in fp8) is not timed; the error stands beside every time, and what memory of the GPU each has taken so far.
 Two times for each, medians over alternating rounds: a call, from ids on the host to scores on the host; and alone, from
@@ -46,7 +48,9 @@ from hasten.backends.torch import ModuleSession
 from hasten.builder.export import export
 from hasten.builder.head import Exportable
 from hasten.builder.passes import apply_passes
+from hasten.core.errors import HastenError
 from hasten.core.hardware import this_machine
+from hasten.core.plan import Range, Shapes
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Shape, Signature, TensorSpec, pad
 from hasten.core.variant import Precision, Variant
 from hasten.kernels.counters import recorded as graph_of
@@ -133,11 +137,13 @@ def main() -> None:
     supports = {variant: BACKENDS.get(variant.backend).probe(this_machine(), variant) for variant in wanted}
     results["missing"] = {variant.name: support.reason for variant, support in supports.items() if not support.ok}
     variants = [variant for variant in wanted if supports[variant].ok]
+    for lane, reason in results["missing"].items():
+        print(f"{lane} is left out: {reason}", flush=True)
     if not variants:
         raise SystemExit("\n".join(f"error: {name}: {reason}" for name, reason in results["missing"].items()))
     for name in args.only:
         with ExitStack() as opened, tempfile.TemporaryDirectory(prefix="hasten-") as work:
-            model, sessions, memory = prepare(STUDIES[name], variants, Path(work))
+            model, sessions, memory = prepare(STUDIES[name], variants, Path(work), missing=results["missing"])
             for session in sessions.values():
                 opened.enter_context(session)
             for row in study(name, STUDIES[name], model, sessions, memory):
@@ -185,9 +191,16 @@ def opened(artifact: Artifact) -> Session:
 
 
 def prepare(
-    about: Study, variants: Sequence[Variant], work: Path, opening: Callable[[Artifact], Session] = opened
+    about: Study,
+    variants: Sequence[Variant],
+    work: Path,
+    opening: Callable[[Artifact], Session] = opened,
+    missing: dict[str, str] | None = None,
 ) -> tuple[Any, dict[str, Session], dict[str, int]]:
-    """The model in fp32, a session of every variant of it, and what that has taken of the GPU's memory."""
+    """The model in fp32, a session of every variant of it, and what that has taken of the GPU's memory.
+
+    What cannot be made goes into `missing`, where there is one, with the reason.
+    """
     torch.manual_seed(0)
     config = getattr(transformers, f"{about.family}Config")(**about.config, num_labels=2)
     model = getattr(transformers, f"{about.family}ForSequenceClassification")(config).eval()
@@ -207,9 +220,16 @@ def prepare(
         backend, folder = BACKENDS.get(variant.backend), work / variant.name
         folder.mkdir()
         begin = time.perf_counter()
-        artifact = backend.make(_source(variant, module, graphs, work), variant, folder)
-        before = used_bytes()
-        sessions[variant.name] = opening(artifact)
+        try:
+            artifact = backend.make(_source(variant, module, graphs, work, about), variant, folder)
+            before = used_bytes()
+            sessions[variant.name] = opening(artifact)
+        except HastenError as error:
+            if missing is None:
+                raise
+            missing[variant.name] = str(error)
+            print(f"{variant} is left out: {error}", flush=True)
+            continue
         memory[variant.name] = used_bytes() - before
         print(f"{variant} made and opened in {time.perf_counter() - begin:.1f} s", flush=True)
     return model, sessions, memory
@@ -225,7 +245,7 @@ def used_bytes() -> int:
     return int(total - free)
 
 
-def _source(variant: Variant, module: Any, graphs: Mapping[Dialect, Path], work: Path) -> Source:
+def _source(variant: Variant, module: Any, graphs: Mapping[Dialect, Path], work: Path, about: Study) -> Source:
     backend = BACKENDS.get(variant.backend)
     if backend.dialect is Dialect.MODULE:
         # Other rows than those that are timed.
@@ -237,7 +257,10 @@ def _source(variant: Variant, module: Any, graphs: Mapping[Dialect, Path], work:
         halved = work / f"{variant.name}.onnx"
         halve(graph, halved, frozenset(), external_data=False)
         graph = halved
-    return Source(SIGNATURE, {MODEL: graph})
+    # Engines are tuned for the largest of the shapes.
+    rows, tokens = ([getattr(shape, size) for shape in about.shapes] for size in ("batch", "sequence"))
+    ranges = (Range(min(sizes), max(sizes), max(sizes)) for sizes in (rows, tokens))
+    return Source(SIGNATURE, {MODEL: graph}, shapes=Shapes(*ranges))
 
 
 def dry_run(variants: Sequence[Variant]) -> None:
@@ -295,12 +318,12 @@ def study(
         fair = {lane: session for lane, session in sessions.items() if errors[lane] <= largest_error(lane)}
         calls: dict[str, list[float]] = {lane: [] for lane in fair}
         alone: dict[str, list[float]] = {lane: [] for lane in fair}
-        between = {lane: on_device(session, batch, feeds) for lane, session in fair.items()} if is_gpu else {}
+        between = {lane: on_device(session, batch, feeds) for lane, session in fair.items() if is_gpu}
         for _ in range(rounds):
             for lane, session in fair.items():
-                if is_gpu:
+                if (ask := between.get(lane)) is not None:
                     rest()
-                    alone[lane] += timed(between[lane])
+                    alone[lane] += timed(ask)
                 rest()
                 calls[lane] += timed(partial(session.run, batch))
         own = {lane: session for lane, session in fair.items() if isinstance(session, FusedSession) and is_gpu}
@@ -325,8 +348,8 @@ def study(
         }
 
 
-def on_device(session: Any, batch: Batch, feeds: Mapping[str, Any]) -> Callable[[], Any]:
-    """What a session does between its borders."""
+def on_device(session: Any, batch: Batch, feeds: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """What a session does between its borders; of TensorRT's, which are one with it, that is not told apart."""
     if isinstance(session, FusedSession):
         return recorded(session, batch)
     if isinstance(session, ModuleSession):
@@ -342,7 +365,7 @@ def on_device(session: Any, batch: Batch, feeds: Mapping[str, Any]) -> Callable[
     if isinstance(session, CudaSession):
         bucket = session._bucket(bucket_of(batch, SIGNATURE))
         return lambda: bucket._session.run_with_iobinding(bucket._binding, bucket._options)
-    return lambda: session.run(batch)
+    return None
 
 
 def recorded(session: FusedSession, batch: Batch) -> Callable[[], Any]:

@@ -4,7 +4,7 @@
 
 Without arguments: all of tests/kernels and the contract of backends, the slow ones too, where to be skipped for want of
 a GPU is to fail. A file that was run before keeps what is told of it until it is run again. In the environment of
-`make .venv/.dev`.
+`make .venv/.dev`, with `onnxruntime-gpu[cuda,cudnn]` in the place of `onnxruntime`: that is required too.
 """
 
 from __future__ import annotations
