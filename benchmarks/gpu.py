@@ -137,10 +137,10 @@ def main() -> None:
     supports = {variant: BACKENDS.get(variant.backend).probe(this_machine(), variant) for variant in wanted}
     results["missing"] = {variant.name: support.reason for variant, support in supports.items() if not support.ok}
     variants = [variant for variant in wanted if supports[variant].ok]
-    for lane, reason in results["missing"].items():
-        print(f"{lane} is left out: {reason}", flush=True)
     if not variants:
         raise SystemExit("\n".join(f"error: {name}: {reason}" for name, reason in results["missing"].items()))
+    for lane, reason in results["missing"].items():
+        print(f"{lane} is left out: {reason}", flush=True)
     for name in args.only:
         with ExitStack() as opened, tempfile.TemporaryDirectory(prefix="hasten-") as work:
             model, sessions, memory = prepare(STUDIES[name], variants, Path(work), missing=results["missing"])

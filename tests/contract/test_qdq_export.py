@@ -57,10 +57,7 @@ class Noting:
         return encoded
 
 
-@pytest.mark.parametrize(
-    ("head", "axes"),
-    [pytest.param(HEAD, ["batch"], marks=pytest.mark.slow), ("ForTokenClassification", ["batch", "sequence"])],
-)
+@pytest.mark.parametrize(("head", "axes"), [(HEAD, ["batch"]), ("ForTokenClassification", ["batch", "sequence"])])
 def test_as_many_labels_as_the_example_has_rows_or_tokens(head: str, axes: list[str], tmp_path: Path) -> None:
     def shape_of(labels: int) -> list[Any]:
         folder = tmp_path / str(labels)

@@ -171,7 +171,6 @@ def test_the_answer_has_the_shape_of_the_payload(answerers: Any) -> None:
             assert our == {**their, "score": pytest.approx(their["score"], abs=1e-6)}
 
 
-@pytest.mark.slow
 def test_a_context_of_a_hundred_thousand_tokens(answerers: Any) -> None:
     context = " ".join(["the cat sat on the mat and the dog ran across the green field"] * (100_000 // 13 + 1))
     answer = answerers("bert")

@@ -6,7 +6,7 @@ source ──make──▶ artifact (files) ──open──▶ session (one thr
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.util import find_spec
@@ -284,11 +284,18 @@ def probe_gpu(machine: Machine) -> Support:
     return Support.yes() if machine.gpus else Support.no("there is no NVIDIA GPU here")
 
 
-def probe_cuda_only(variant: Variant | None) -> Support:
-    """For a backend that has nothing to run on any other device."""
-    if variant is None or variant.device == CUDA:
-        return Support.yes()
-    return Support.no(f"it runs on '{CUDA}', not on '{variant.device}'")
+def probe_on_gpu(machine: Machine, variant: Variant | None, installed: Callable[[], Support]) -> Support:
+    """For a backend that has nothing to run on any other device.
+
+    Where there is a GPU, what is not installed for it is told before another device that was named.
+    """
+    named = Support.yes()
+    if variant is not None and variant.device != CUDA:
+        named = Support.no(f"it runs on '{CUDA}', not on '{variant.device}'")
+    if not machine.gpus:
+        return probe_gpu(machine) if named.ok else named
+    support = installed()
+    return named if support.ok else support
 
 
 class OpenSession(Closing):

@@ -24,8 +24,7 @@ from hasten.backends import (
     RunOptions,
     Session,
     Source,
-    probe_cuda_only,
-    probe_gpu,
+    probe_on_gpu,
     probe_packages,
 )
 from hasten.backends.onnxruntime import trial
@@ -58,22 +57,15 @@ class OnnxRuntimeTensorRT:
     is_stored = True
 
     def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
-        named = probe_cuda_only(variant)
-        if not machine.gpus:
-            return probe_gpu(machine) if named.ok else named
-        support = probe_packages(self)
-        if not support.ok:
-            return support
-        if not named.ok:
-            return named
-        if not (reason := _why_not_listed()) and variant is not None:
+        support = probe_on_gpu(machine, variant, lambda: probe_packages(self))
+        if support.ok and variant is not None:
             if variant.precision not in _PRECISIONS:
                 return Support.no(f"it does not compute in {variant.precision}")
             support = probe_capability(machine, variant.precision)
-            if not support.ok:
-                return support
-            reason = _why_not_run()
-        if reason:
+        if not support.ok:
+            return support
+        # To run it takes a while, and a build asks all backends.
+        if reason := _why_not_listed() or (_why_not_run() if variant is not None else ""):
             return Support.no(f"ONNX Runtime's provider for TensorRT does not run here: {reason}", _HINT)
         return support
 

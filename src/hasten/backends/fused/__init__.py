@@ -19,14 +19,13 @@ from hasten.backends import (
     Dialect,
     RunOptions,
     Source,
-    probe_cuda_only,
-    probe_gpu,
+    probe_on_gpu,
     probe_packages,
 )
 from hasten.backends.fused.session import ABOUT, CUDA, DTYPES, NARROW, About, FusedSession, read_about, translated
 from hasten.backends.torch import probe_torch_gpu
 from hasten.core.errors import StageError
-from hasten.core.hardware import Machine
+from hasten.core.hardware import Gpu, Machine
 from hasten.core.recording import recording
 from hasten.core.tensors import Batch
 from hasten.core.variant import Precision, Support, Variant
@@ -59,27 +58,26 @@ class Fused:
     is_stored = True
 
     def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
-        named = probe_cuda_only(variant)
-        if not machine.gpus:
-            return probe_gpu(machine) if named.ok else named
-        gpu, capability = machine.gpus[0], tuple(map(int, machine.gpus[0].capability.split(".")))
-        if capability < OLDEST:
-            return Support.no(f"it needs compute capability 8.0, and {gpu.name} has {gpu.capability}")
-        support = probe_packages(self)
+        support = probe_on_gpu(machine, variant, lambda: self._installed(machine.gpus[0]))
         if not support.ok or variant is None:
             return support
-        if not named.ok:
-            return named
+        gpu = machine.gpus[0]
         if variant.precision not in (*DTYPES, *NARROW):
             return Support.no(f"it does not compute in {variant.precision}")
         oldest = _OLDEST.get(variant.precision, OLDEST)
-        if capability < oldest:
+        if _capability(gpu) < oldest:
             needed = ".".join(map(str, oldest))
             return Support.no(f"{variant.precision} needs compute capability {needed}; {gpu.name} has {gpu.capability}")
         if not all(_is_known(way, variant.precision) for way in variant.ways):
             known = f"'{_GELU}', in eight bits '{_KEEP}N' and '{_QDQ}', and in fp8 '{_FAST}'"
             return Support.no(f"of the ways that variants are made in it knows {known}, and no others")
         return probe_torch_gpu(machine)
+
+    def _installed(self, gpu: Gpu) -> Support:
+        """No package is asked for where the GPU is too old for it."""
+        if _capability(gpu) < OLDEST:
+            return Support.no(f"it needs compute capability 8.0, and {gpu.name} has {gpu.capability}")
+        return probe_packages(self)
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
         """Eight bits have to be calibrated first."""
@@ -137,6 +135,10 @@ class Fused:
             weights = load_file(artifact.path(), device=CUDA)
             is_dependent = torch.cuda.get_device_capability() >= HOPPER
             return FusedSession(about, weights, artifact, device=CUDA, is_dependent=is_dependent)
+
+
+def _capability(gpu: Gpu) -> tuple[int, ...]:
+    return tuple(map(int, gpu.capability.split(".")))
 
 
 def _is_known(way: str, precision: Precision) -> bool:

@@ -21,8 +21,7 @@ from hasten.backends import (
     RunOptions,
     Session,
     Source,
-    probe_cuda_only,
-    probe_gpu,
+    probe_on_gpu,
     probe_packages,
 )
 from hasten.backends.tensorrt.engine import (
@@ -67,17 +66,16 @@ class TensorRT:
     is_stored = True
 
     def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
-        named = probe_cuda_only(variant)
-        if not machine.gpus:
-            return probe_gpu(machine) if named.ok else named
-        support = probe_packages(self)
+        support = probe_on_gpu(machine, variant, self._installed)
         if not support.ok:
             return support
-        if (error := loading_error()) is not None:
-            return Support.no(f"TensorRT does not load: {error}", "its libraries lie outside PyPI")
-        if not named.ok:
-            return named
         return probe_capability(machine, variant.precision if variant is not None else Precision.FP32)
+
+    def _installed(self) -> Support:
+        support = probe_packages(self)
+        if support.ok and (error := loading_error()) is not None:
+            return Support.no(f"TensorRT does not load: {error}", "its libraries lie outside PyPI")
+        return support
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
         half = Variant(self.name, Precision.FP16, CUDA)
