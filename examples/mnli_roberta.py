@@ -1,12 +1,12 @@
-"""MNLI with RoBERTa in int8: calibrated, searched, trained with quantizers in it, judged by itself in float, bundled.
+"""Quantize RoBERTa on MNLI to int8: calibrate, search, train with quantizers, compare with float, and build a bundle.
 
     pip install 'hasten[build,data]' accelerate
     python examples/mnli_roberta.py --model MODEL --output DIR     # a RoBERTa fine-tuned on MNLI, with its three labels
-    python examples/mnli_roberta.py --tiny --output DIR            # the same steps on a tiny model and made-up rows
+    python examples/mnli_roberta.py --tiny --output DIR            # the same steps with a tiny model and synthetic rows
 
-The steps are those by which transformer-deploy quantized RoBERTa for the GPU in 2021. Without `--tiny` it downloads
-the model and `nyu-mll/glue` from the hub. That way was written without access to either, and has not been run; what
-was run, by the tests, is every step with `--tiny`.
+The steps are those with which transformer-deploy quantized RoBERTa for the GPU in 2021. Without `--tiny` the script
+downloads the model and `nyu-mll/glue` from the hub; this was written without access to either and has never been run.
+The tests run every step with `--tiny`.
 """
 
 from __future__ import annotations
@@ -29,40 +29,41 @@ LABELS = ("entailment", "neutral", "contradiction")
 Rows = list[dict[str, Any]]
 
 
-def main(asked: argparse.Namespace) -> None:
-    check(asked)
-    source, train, validation = tiny(asked.output / "tiny") if asked.tiny else published(asked.model)
+def main(args: argparse.Namespace) -> None:
+    """Run all steps."""
+    check(args)
+    source, train, validation = tiny(args.output / "tiny") if args.tiny else published(args.model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     calibrating, searching = train[:256], train[256:512] or train
 
     with qdq.patched(), qdq.calibration("percentile", 99.99) as calibrate:
         model = transformers.AutoModelForSequenceClassification.from_pretrained(source).eval()
-        labels = {label.lower(): place for label, place in model.config.label2id.items()}
+        labels = {label.lower(): index for label, index in model.config.label2id.items()}
         names = {label.lower(): label for label in model.config.label2id}
         before = accuracy(model, tokenizer, validation, labels)
         calibrate(model, batches(tokenizer, calibrating))
     print(f"float {before:.4f}, calibrated {accuracy(model, tokenizer, validation, labels):.4f}")
 
-    # Judged by what it was not calibrated on, and not by what is reported.
+    # Evaluate on rows that are neither used for calibration nor for the reported accuracy.
     def evaluate(candidate: Any) -> float:
         return accuracy(candidate, tokenizer, searching, labels)
 
-    found = qdq.sensitivity(model, evaluate, qdq.groups(model))
-    print(found)
-    off = qdq.relax(model, evaluate, found, max_drop=0.004)
-    print(f"left in float: {', '.join(off) or 'nothing'}")
+    sensitivity = qdq.sensitivity(model, evaluate, qdq.groups(model))
+    print(sensitivity)
+    in_float = qdq.relax(model, evaluate, sensitivity, max_drop=0.004)
+    print(f"left in float: {', '.join(in_float) or 'nothing'}")
 
     trainer = transformers.Trainer(
         model=model,
         args=transformers.TrainingArguments(
-            str(asked.output / "training"),
+            str(args.output / "training"),
             learning_rate=1e-5,
             per_device_train_batch_size=32,
-            max_steps=asked.steps,
+            max_steps=args.steps,
             save_strategy="no",
             report_to=[],
-            disable_tqdm=asked.tiny,
-            use_cpu=asked.tiny,
+            disable_tqdm=args.tiny,
+            use_cpu=args.tiny,
         ),
         train_dataset=[
             {**tokenizer(row["premise"], row["hypothesis"], truncation=True), "labels": labels[row["label"]]}
@@ -73,52 +74,54 @@ def main(asked: argparse.Namespace) -> None:
     trainer.train()
     print(f"trained {accuracy(model.eval(), tokenizer, validation, labels):.4f}")
 
-    # The gate counts what the quantizers cost: all rows are answered by the model in float, and by its int8 graph.
-    data = asked.output / "validation.jsonl"
+    # The gate measures the cost of the quantizers: it compares the model in float with its int8 graph on all rows.
+    data = args.output / "validation.jsonl"
     rows = [{"text": row["premise"], "text_pair": row["hypothesis"], "label": row["label"]} for row in validation]
     data.write_text("".join(json.dumps(row | {"label": names[row["label"]]}) + "\n" for row in rows))
     bundle = hasten.build(
         model,
-        asked.output / "bundle",
+        args.output / "bundle",
         tokenizer=tokenizer,
         variants=["onnxruntime-fp32", "onnxruntime-int8+qdq"],
         data=data,
-        # Of sixty rows each is worth more than a point.
-        max_drop=0.4 if not asked.tiny else 10.0,
+        # With sixty rows, each one is worth more than a point.
+        max_drop=0.4 if not args.tiny else 10.0,
         keep="all",
     )
     for candidate in bundle.report.candidates:
         print(f"{candidate.variant}: {candidate.reason}")
 
 
-def check(asked: argparse.Namespace) -> None:
-    """What the last steps need, before those that take long."""
-    for package in ("accelerate",) if asked.tiny else ("accelerate", "datasets"):
+def check(args: argparse.Namespace) -> None:
+    """Check the requirements of the last steps before the long ones run."""
+    for package in ("accelerate",) if args.tiny else ("accelerate", "datasets"):
         if find_spec(package) is None:
             raise SystemExit(f"error: the package '{package}' is not installed: pip install {package}")
-    if (asked.output / "bundle").exists():
-        raise SystemExit(f"error: {asked.output / 'bundle'} is there already: give another --output, or delete it")
+    if (args.output / "bundle").exists():
+        raise SystemExit(f"error: {args.output / 'bundle'} already exists: pass another --output, or delete it")
 
 
 def accuracy(model: Any, tokenizer: Any, rows: Rows, labels: dict[str, int]) -> float:
-    right = 0
+    """Return the share of rows that the model labels correctly."""
+    correct = 0
     with torch.inference_mode():
-        for begin, feeds in enumerate(batches(tokenizer, rows)):
-            gold = torch.tensor([labels[row["label"]] for row in rows[begin * 32 : begin * 32 + 32]])
+        for index, feeds in enumerate(batches(tokenizer, rows)):
+            gold = torch.tensor([labels[row["label"]] for row in rows[index * 32 : index * 32 + 32]])
             answers = model(**{name: value.to(model.device) for name, value in feeds.items()}).logits.argmax(dim=-1)
-            right += int((answers.cpu() == gold).sum())
-    return right / len(rows)
+            correct += int((answers.cpu() == gold).sum())
+    return correct / len(rows)
 
 
 def batches(tokenizer: Any, rows: Rows) -> Iterator[Any]:
-    for begin in range(0, len(rows), 32):
-        some = rows[begin : begin + 32]
-        premises, hypotheses = [row["premise"] for row in some], [row["hypothesis"] for row in some]
+    """Yield batches of 32 tokenized pairs."""
+    for start in range(0, len(rows), 32):
+        batch = rows[start : start + 32]
+        premises, hypotheses = [row["premise"] for row in batch], [row["hypothesis"] for row in batch]
         yield tokenizer(premises, hypotheses, padding=True, truncation=True, return_tensors="pt")
 
 
 def published(model: str) -> tuple[str, Rows, Rows]:
-    """From the hub: twenty thousand rows are enough to train on for a short while."""
+    """Return the model and rows of MNLI from the hub; twenty thousand are enough for a short training."""
     import datasets
 
     def read(split: str) -> Rows:
@@ -134,7 +137,7 @@ def published(model: str) -> tuple[str, Rows, Rows]:
 
 
 def tiny(folder: Path) -> tuple[str, Rows, Rows]:
-    """A RoBERTa of two layers, and rows whose answer is whether they name the same thing."""
+    """Save a RoBERTa of two layers, and return it with rows about whether two sentences name the same thing."""
     import tokenizers
 
     things = ("cat", "dog", "ship", "lamp")
@@ -173,7 +176,7 @@ def tiny(folder: Path) -> tuple[str, Rows, Rows]:
         max_position_embeddings=66,
         type_vocab_size=1,
         id2label=dict(enumerate(LABELS)),
-        label2id={label: place for place, label in enumerate(LABELS)},
+        label2id={label: index for index, label in enumerate(LABELS)},
     )
     torch.manual_seed(0)
     transformers.RobertaForSequenceClassification(config).save_pretrained(folder)
@@ -183,11 +186,11 @@ def tiny(folder: Path) -> tuple[str, Rows, Rows]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a RoBERTa that was fine-tuned on MNLI: hub id or directory")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and made-up rows, in a minute")
-    parser.add_argument("--steps", type=int, default=300, help="of training")
-    parser.add_argument("--output", type=Path, required=True)
-    given = parser.parse_args()
-    if not given.tiny and given.model is None:
-        parser.error("--model or --tiny")
-    main(given)
+    parser.add_argument("--model", help="hub id or directory of a RoBERTa fine-tuned on MNLI")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model and synthetic rows (takes a minute)")
+    parser.add_argument("--steps", type=int, default=300, help="training steps (default: 300)")
+    parser.add_argument("--output", type=Path, required=True, help="directory for the bundle")
+    args = parser.parse_args()
+    if not args.tiny and args.model is None:
+        parser.error("--model or --tiny is required")
+    main(args)

@@ -1,4 +1,4 @@
-"""Markers by folder, an offline environment, and the models tests share: tiny ones, made here, and real ones."""
+"""Markers by folder, an offline environment, and the models that tests share: tiny ones and real ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-import requiring
-import tiny
-from untimed import untimed
+from plugins import require
+from support.fake_bench import fake_benchmark
+from support.models import tiny_encoders
 
-# Read by these libraries when they are imported, so set before any test can.
+# The libraries read these on import, so they are set before any test imports them.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -30,14 +30,18 @@ QuickBuild = Callable[..., Any]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="also run what takes a minute (torch.compile)")
+    parser.addoption("--slow", action="store_true", help="also run tests that take a minute (torch.compile)")
     parser.addoption(
-        "--require", action="append", default=[], metavar="NAME", help="fail what is skipped for want of it: gpu"
+        "--require",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="fail tests that would be skipped because NAME is missing, as in gpu",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell's background jobs ignore Ctrl-C, and so would the programs that tests interrupt.
+    # Background jobs of a shell ignore SIGINT, and so would the processes that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "slow: takes a minute; runs with --slow")
 
@@ -53,19 +57,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    return requiring.judged((yield), item.config.getoption("--require"))
+    return require.judged((yield), item.config.getoption("--require"))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    return requiring.judged((yield), collector.config.getoption("--require"))
+    return require.judged((yield), collector.config.getoption("--require"))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _core_of_its_own() -> None:
-    """Whoever counts the cores counts one then, and threads of two processes do not spin for the same two."""
+def _pin_worker_to_core() -> None:
+    """Pin each xdist worker to one core, so that the thread pools of two workers do not compete."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -74,7 +78,7 @@ def _core_of_its_own() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def hasten_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """No test writes into the user's own cache."""
+    """Keep tests out of the user's cache directory."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("HASTEN_CACHE", str(folder))
@@ -83,73 +87,79 @@ def hasten_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def corpus() -> tuple[str, ...]:
-    return tiny.CORPUS
+    return tiny_encoders.CORPUS
 
 
 @pytest.fixture(scope="session")
 def tiny_classifier(tmp_path_factory: pytest.TempPathFactory) -> ClassifierFactory:
-    """A model directory for an architecture, made once a session: `tiny_classifier("bert", labels=("a", "b"))`."""
-    made: dict[tuple[object, ...], Path] = {}
+    """Return a model directory per architecture, saved once: `tiny_classifier("bert", labels=("a", "b"))`."""
+    saved: dict[tuple[object, ...], Path] = {}
 
     def make(
         architecture: str = "bert", *, labels: tuple[str, ...] = ("bad", "fair", "good"), problem: str | None = None
     ) -> Path:
         key = (architecture, labels, problem)
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp("models") / f"{architecture}-{problem or 'labels'}-{len(labels)}"
-            about = {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
-            # The tokenizer knows no limit, as so many published ones: the model's real one must be found elsewhere.
-            tiny.save(
+        if key not in saved:
+            saved[key] = tmp_path_factory.mktemp("models") / f"{architecture}-{problem or 'labels'}-{len(labels)}"
+            config_values = {
+                "id2label": dict(enumerate(labels)),
+                "label2id": {name: i for i, name in enumerate(labels)},
+            }
+            # The tokenizer has no limit, like many published ones: the model's limit must be found elsewhere.
+            tiny_encoders.save(
                 architecture,
                 "ForSequenceClassification",
-                made[key],
+                saved[key],
                 tokenizer_max_length=None,
                 problem_type=problem,
-                **about,
+                **config_values,
             )
-        return made[key]
+        return saved[key]
 
     return make
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Any head on any architecture, made once a session: `tiny_model("roberta", "ForMaskedLM")`.
+    """Return a model directory per architecture and head, saved once: `tiny_model("roberta", "ForMaskedLM")`.
 
-    More keywords go to its configuration. The tokenizer knows the model's limit, so that pipelines cut where we cut.
+    Keywords go to its configuration. The tokenizer has the model's limit, so that pipelines truncate as we do.
     """
-    made: dict[tuple[str, ...], Path] = {}
+    saved: dict[tuple[str, ...], Path] = {}
 
-    def make(architecture: str, head: str, **about: Any) -> Path:
-        key = (architecture, head, repr(sorted(about.items())))
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp("models") / f"{architecture}-{head}"
-            tiny.save(architecture, head, made[key], **about)
-        return made[key]
+    def make(architecture: str, head: str, **config_values: Any) -> Path:
+        key = (architecture, head, repr(sorted(config_values.items())))
+        if key not in saved:
+            saved[key] = tmp_path_factory.mktemp("models") / f"{architecture}-{head}"
+            tiny_encoders.save(architecture, head, saved[key], **config_values)
+        return saved[key]
 
     return make
 
 
 @pytest.fixture(scope="session")
 def tiny_tagger(tmp_path_factory: pytest.TempPathFactory) -> TaggerFactory:
-    """A model that finds entities of two types, made once a session: `tiny_tagger("bert")`."""
-    made: dict[str, Path] = {}
+    """Return a model directory that tags entities of two types, saved once: `tiny_tagger("bert")`."""
+    saved: dict[str, Path] = {}
     labels = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
 
     def make(architecture: str = "bert") -> Path:
-        if architecture not in made:
-            made[architecture] = tmp_path_factory.mktemp("models") / f"{architecture}-tagger"
-            about = {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
-            # The pipeline cuts a text where the tokenizer says, so here the tokenizer knows the model's limit.
-            tiny.save(architecture, "ForTokenClassification", made[architecture], **about)
-        return made[architecture]
+        if architecture not in saved:
+            saved[architecture] = tmp_path_factory.mktemp("models") / f"{architecture}-tagger"
+            config_values = {
+                "id2label": dict(enumerate(labels)),
+                "label2id": {name: i for i, name in enumerate(labels)},
+            }
+            # The pipeline truncates at the tokenizer's limit, so here it equals the model's.
+            tiny_encoders.save(architecture, "ForTokenClassification", saved[architecture], **config_values)
+        return saved[architecture]
 
     return make
 
 
 @pytest.fixture(scope="session")
 def tiny_embedder(tmp_path_factory: pytest.TempPathFactory) -> EmbedderFactory:
-    """A BertModel in the layout of sentence-transformers, written by hand: the format itself is what is under test."""
+    """Write a BertModel in sentence-transformers' layout; manually, because the format is under test."""
 
     def make(
         *,
@@ -161,18 +171,18 @@ def tiny_embedder(tmp_path_factory: pytest.TempPathFactory) -> EmbedderFactory:
         cased: bool = False,
         prompts: dict[str, str] | None = None,
         default_prompt_name: str | None = None,
-        tokenizer_max_length: int = tiny.POSITIONS,
+        tokenizer_max_length: int = tiny_encoders.POSITIONS,
     ) -> Path:
         folder = tmp_path_factory.mktemp("models") / "embedder"
-        tiny.save("bert", "Model", folder, cased=cased, tokenizer_max_length=tokenizer_max_length)
+        tiny_encoders.save("bert", "Model", folder, cased=cased, tokenizer_max_length=tokenizer_max_length)
         chain = [("", "sentence_transformers.models.Transformer")]
-        for place, kind in enumerate(("Pooling", *modules), 1):
-            path = f"{place}_{kind}"
+        for position, kind in enumerate(("Pooling", *modules), 1):
+            path = f"{position}_{kind}"
             chain.append((path, f"sentence_transformers.models.{kind}"))
             (folder / path).mkdir()
             if kind == "Pooling":
-                how = pooling if isinstance(pooling, dict) else {"pooling_mode": pooling}
-                _write(folder / path / "config.json", {"word_embedding_dimension": 32} | how)
+                pooling_config = pooling if isinstance(pooling, dict) else {"pooling_mode": pooling}
+                _write(folder / path / "config.json", {"word_embedding_dimension": 32} | pooling_config)
             elif kind == "Dense":
                 _save_dense(folder / path, dense or {})
         listed = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(chain)]
@@ -189,7 +199,7 @@ def tiny_embedder(tmp_path_factory: pytest.TempPathFactory) -> EmbedderFactory:
 
 @pytest.fixture(scope="session")
 def texts_file(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[str, ...]) -> Path:
-    """A handful of texts and pairs: the built-in sample has 400, which fifty builds do not need."""
+    """Write a few texts and a pair: the built-in sample has 400, too many for fifty builds."""
     file = tmp_path_factory.mktemp("data") / "texts.jsonl"
     rows = [{"text": text} for text in corpus] + [{"text": corpus[0], "text_pair": corpus[3]}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -198,17 +208,17 @@ def texts_file(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[str, ...]
 
 @pytest.fixture(scope="session")
 def quick_build(tmp_path_factory: pytest.TempPathFactory, texts_file: Path) -> QuickBuild:
-    """`hasten.build`, its benchmark answered at once; `speeds` says what each variant would have taken, in ms.
+    """`hasten.build` with a fake benchmark; `speeds` are the latencies of variants in ms.
 
-    A real benchmark starts a PyTorch process, ten seconds here. test_build.py runs it where it is the subject.
+    A real benchmark starts a PyTorch process, which takes ten seconds. test_build.py tests it.
     """
 
     def build(model: Path | str, output: Path | None = None, *, speeds: dict[str, float] | None = None, **options: Any):
         import hasten
 
-        with untimed(speeds):
+        with fake_benchmark(speeds):
             target = output or tmp_path_factory.mktemp("bundles") / "bundle"
-            # One thread: handing work this small to a second one takes longer than doing it.
+            # One thread: work this small is slower on two.
             return hasten.build(model, target, **({"data": texts_file, "threads": 1} | options))
 
     return build
@@ -216,8 +226,8 @@ def quick_build(tmp_path_factory: pytest.TempPathFactory, texts_file: Path) -> Q
 
 @pytest.fixture(scope="session")
 def real_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Fine-tuned models by name ("sst2"), assembled once a session from HASTEN_REAL_MODELS."""
-    source = _outside("HASTEN_REAL_MODELS", "a directory with assemble.py")
+    """Return fine-tuned models by name ("sst2"), assembled once from HASTEN_REAL_MODELS."""
+    source = _directory_from("HASTEN_REAL_MODELS", "a directory with assemble.py")
     target = tmp_path_factory.mktemp("real")
 
     def assemble(name: str) -> Path:
@@ -230,18 +240,18 @@ def real_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The directory with sst2_validation.jsonl and its like."""
-    return _outside("HASTEN_REAL_DATA", "a directory with sst2_validation.jsonl")
+    """Return the directory of labelled data, such as sst2_validation.jsonl."""
+    return _directory_from("HASTEN_REAL_DATA", "a directory with sst2_validation.jsonl")
 
 
-def _outside(variable: str, what: str) -> Path:
-    given = os.environ.get(variable)
-    if not given:
-        pytest.skip(f"{variable} is not set: it names {what}")
-    return Path(given)
+def _directory_from(variable: str, content: str) -> Path:
+    value = os.environ.get(variable)
+    if not value:
+        pytest.skip(f"{variable} is not set: it names {content}")
+    return Path(value)
 
 
-def _save_dense(folder: Path, about: dict[str, object]) -> None:
+def _save_dense(folder: Path, config_values: dict[str, object]) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -250,7 +260,7 @@ def _save_dense(folder: Path, about: dict[str, object]) -> None:
         "out_features": 12,
         "bias": True,
         "activation_function": "torch.nn.modules.activation.Tanh",
-    } | about
+    } | config_values
     torch.manual_seed(11)
     weights = {"linear.weight": torch.randn(config["out_features"], config["in_features"]) * 0.3}
     if config["bias"]:

@@ -1,4 +1,4 @@
-"""Clients that each wait for their answers before they ask again, in one process: the same for all contenders."""
+"""Closed-loop HTTP clients in one process; the same for all contenders."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ import uvloop
 
 @dataclass(slots=True)
 class Answers:
-    """What came back, in the order in which it came."""
+    """The responses, in order of arrival: the index and the latency of each request, and the errors."""
 
-    places: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    bad: list[tuple[int, bytes]] = field(default_factory=list)
+    errors: list[tuple[int, bytes]] = field(default_factory=list)
     elapsed_s: float = 0.0
-    # The share of one core that the clients themselves took.
+    # The share of one core that the clients used.
     client_share: float = 0.0
 
     @property
     def per_second(self) -> float:
-        return len(self.places) / self.elapsed_s
+        """Return the throughput."""
+        return len(self.indices) / self.elapsed_s
 
     def percentile_ms(self, level: float) -> float:
+        """Return a percentile of the latency."""
         return float(np.percentile(self.seconds, level)) * 1e3
 
 
-# Of an answer: which request it is to, its head in lower case, its body.
+# The index of the request, the head of the response in lower case, and its body.
 OnAnswer = Callable[[int, bytes, bytes], None]
 
 
@@ -43,11 +45,11 @@ def closed_loop(
     *,
     clients: int,
     seconds: float | None = None,
-    ahead: int = 1,
+    pipelined: int = 1,
     on_answer: OnAnswer = lambda *_: None,
 ) -> Answers:
-    """Until the requests are over, or the time; `ahead`: how many a client sends before it has the first answer."""
-    return uvloop.run(_closed_loop(port, requests, clients, seconds, ahead, on_answer))
+    """Send requests until they or the time run out, up to `pipelined` at once per client."""
+    return uvloop.run(_closed_loop(port, requests, clients, seconds, pipelined, on_answer))
 
 
 async def _closed_loop(
@@ -55,20 +57,20 @@ async def _closed_loop(
     requests: Iterator[tuple[int, bytes]],
     clients: int,
     seconds: float | None,
-    ahead: int,
+    pipelined: int,
     on_answer: OnAnswer,
 ) -> Answers:
     loop, answers = asyncio.get_running_loop(), Answers()
-    begin, used = time.perf_counter(), time.process_time()
-    until = begin + seconds if seconds is not None else float("inf")
-    made = []
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    deadline = begin + seconds if seconds is not None else float("inf")
+    protocols = []
     for _ in range(clients):
-        client = _Client(requests, until, ahead, answers, on_answer)
+        client = _Client(requests, deadline, pipelined, answers, on_answer)
         await loop.create_connection(lambda client=client: client, "127.0.0.1", port)
-        made.append(client)
-    await asyncio.gather(*(client.is_done for client in made))
+        protocols.append(client)
+    await asyncio.gather(*(client.is_done for client in protocols))
     answers.elapsed_s = time.perf_counter() - begin
-    answers.client_share = (time.process_time() - used) / answers.elapsed_s
+    answers.client_share = (time.process_time() - cpu_begin) / answers.elapsed_s
     return answers
 
 
@@ -76,15 +78,15 @@ class _Client(asyncio.Protocol):
     def __init__(
         self,
         requests: Iterator[tuple[int, bytes]],
-        until: float,
-        ahead: int,
+        deadline: float,
+        pipelined: int,
         answers: Answers,
         on_answer: OnAnswer,
     ) -> None:
-        self._requests, self._until, self._ahead = requests, until, ahead
+        self._requests, self._deadline, self._pipelined = requests, deadline, pipelined
         self._answers, self._on_answer = answers, on_answer
         self._parser = httptools.HttpResponseParser(self)
-        self._under_way: deque[tuple[int, float]] = deque()
+        self._in_flight: deque[tuple[int, float]] = deque()
         self._head: list[bytes] = []
         self._body: list[bytes] = []
         self.is_done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -94,7 +96,7 @@ class _Client(asyncio.Protocol):
         self._send()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._answers.bad += [(0, b"the connection broke")] * len(self._under_way)
+        self._answers.errors += [(0, b"the connection broke")] * len(self._in_flight)
         if not self.is_done.done():
             self.is_done.set_result(None)
 
@@ -109,25 +111,25 @@ class _Client(asyncio.Protocol):
         self._body.append(data)
 
     def on_message_complete(self) -> None:
-        place, sent = self._under_way.popleft()
+        index, sent = self._in_flight.popleft()
         head, body = b"".join(self._head), b"".join(self._body)
         self._head, self._body = [], []
         status = self._parser.get_status_code()
         if status == 200:
-            self._answers.places.append(place)
+            self._answers.indices.append(index)
             self._answers.seconds.append(time.perf_counter() - sent)
-            self._on_answer(place, head, body)
+            self._on_answer(index, head, body)
         else:
-            self._answers.bad.append((status, body))
+            self._answers.errors.append((status, body))
 
     def _send(self) -> None:
-        """As many as may be ahead, in one write."""
-        now, wanted = time.perf_counter(), self._ahead - len(self._under_way)
+        """Send as many requests as may be in flight, in one write."""
+        now, free = time.perf_counter(), self._pipelined - len(self._in_flight)
         batch: list[bytes] = []
-        while len(batch) < wanted and now < self._until and (request := next(self._requests, None)) is not None:
-            self._under_way.append((request[0], now))
+        while len(batch) < free and now < self._deadline and (request := next(self._requests, None)) is not None:
+            self._in_flight.append((request[0], now))
             batch.append(request[1])
         if batch:
             self._transport.write(b"".join(batch))
-        elif not self._under_way:
+        elif not self._in_flight:
             self._transport.close()

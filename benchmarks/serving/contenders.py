@@ -1,4 +1,4 @@
-"""Servers that answer the same question about the same model: how each is started, asked and stopped."""
+"""Servers of the same model: how each is started, called and stopped."""
 
 from __future__ import annotations
 
@@ -13,35 +13,37 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from environments import PEERS
-from wire import Question, by_json, by_tensor
+from http_requests import RequestFormat, binary_format, json_format
 
 from hasten.bundle import Bundle, open_bundle
 
-_START_S = 120.0
+_START_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """{port}, {grpc} and {folder} in its command are filled in when it is started."""
+    """A server; {port}, {grpc} and {folder} in its command are filled in when it is started."""
 
     name: str
     command: tuple[str, ...]
-    question: Question
-    # Where it says that it is ready.
-    ready: str = "/health"
-    # Whether it uses the processor also while nobody asks.
-    is_restless: bool = False
-    environment: dict[str, str] = field(default_factory=dict)
+    format: RequestFormat
+    # The path of its readiness check.
+    ready_path: str = "/health"
+    # Whether it uses the CPU while it has no requests.
+    is_busy_when_idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What all are about: a classifier as a directory of Hugging Face's, as a plain graph, and as a bundle."""
+class ServedModel:
+    """The classifier that all servers run: as a Hugging Face directory, as a stock ONNX graph and as a bundle.
+
+    `peers` and `triton` are the interpreters of the peers' environments.
+    """
 
     model: Path
     graph: Path
@@ -51,78 +53,57 @@ class Setting:
 
     @property
     def labels(self) -> list[str]:
+        """Return the labels by class index."""
         names = json.loads((self.model / "config.json").read_text())["id2label"]
-        return [names[str(place)] for place in range(len(names))]
+        return [names[str(index)] for index in range(len(names))]
 
     def best_graph(self) -> tuple[Path, str]:
-        """The bundle's fastest graph that ONNX Runtime takes."""
+        """Return the path and name of the bundle's fastest ONNX Runtime variant."""
         bundle = open_bundle(self.bundle)
         entry = next(entry for entry in bundle.manifest.variants if entry.backend == "onnxruntime")
         return bundle.artifact(entry).path(), entry.name
 
 
-def plain_graph(python: str, model: Path, folder: Path) -> Path:
+def export_stock_graph(python: str, model: Path, folder: Path) -> Path:
+    """Export the model as tutorials do."""
     target = folder / "plain.onnx"
     subprocess.run([python, str(PEERS / "export.py"), str(model), str(target)], check=True, capture_output=True)
     return target
 
 
-def hasten(
-    bundle: Path, labels: list[str], *options: str, name: str = "hasten", question: Question | None = None
-) -> Contender:
-    words = ("serve", str(bundle), "--port", "{port}", "--grpc-port", "{grpc}", *options)
-    asked = question or by_tensor(bundle.resolve().name, "logits", [1], labels)
-    return Contender(name, (sys.executable, "-m", "hasten", *words), asked, "/v2/health/ready")
+def hasten_server(bundle: Path, labels: list[str], *options: str, name: str = "hasten") -> Contender:
+    """Return `hasten serve`, called with binary tensors."""
+    arguments = ("serve", str(bundle), "--port", "{port}", "--grpc-port", "{grpc}", *options)
+    request_format = binary_format(bundle.resolve().name, "logits", [1], labels)
+    return Contender(name, (sys.executable, "-m", "hasten", *arguments), request_format, "/v2/health/ready")
 
 
-def peer(setting: Setting, file: str, graph: Path, name: str, *, is_restless: bool = False) -> Contender:
-    words = (setting.peers, str(PEERS / file), str(setting.model), str(graph), "{port}")
-    return Contender(name, words, by_json(), is_restless=is_restless)
+def peer_server(model: ServedModel, file: str, graph: Path, name: str, *, is_busy_when_idle: bool = False) -> Contender:
+    """Return a server from `peers/`."""
+    command = (model.peers, str(PEERS / file), str(model.model), str(graph), "{port}")
+    return Contender(name, command, json_format(), is_busy_when_idle=is_busy_when_idle)
 
 
-def on_ray(setting: Setting, python: str, replicas: int, *options: str) -> Contender:
-    """Ours as replicas of Ray Serve."""
-    words = ("serve", str(setting.bundle), "--on", "ray", "--replicas", str(replicas), "--port", "{port}", *options)
-    question = by_tensor(setting.bundle.resolve().name, "logits", [1], setting.labels)
-    name = f"Ray Serve, hasten, {replicas} replica{'s' if replicas > 1 else ''}"
-    # In its own environment, and yet what is measured here.
-    code = {"PYTHONPATH": str(PEERS.parents[2] / "src")}
-    words = (python, "-m", "hasten", *words)
-    return Contender(name, words, question, "/v2/health/ready", is_restless=True, environment=code)
+def triton_server(model: ServedModel, graph: Path, name: str) -> Contender:
+    """Return tritonserver with a Python model."""
+    arguments = (str(PEERS / "triton_onnxruntime.py"), str(model.model), str(graph), "{port}", "{grpc}", "{folder}")
+    request_format = binary_format("classifier", "scores", [1, 1], model.labels)
+    return Contender(name, (model.triton, *arguments), request_format, "/v2/health/ready")
 
 
-def deployed_triton(setting: Setting, repository: Path, variant: str) -> Contender:
-    """What `hasten deploy tritonserver` writes, as it is."""
-    given = [str(setting.bundle), "--runtime", "python", "--variant", variant, "-o", str(repository)]
-    words = [sys.executable, "-m", "hasten", "deploy", "tritonserver", *given]
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-    (ensemble,) = (folder for folder in repository.iterdir() if folder.name.endswith("_inference"))
-    outputs = (ensemble / "config.pbtxt").read_text().partition("output")[2]
-    output = outputs.partition('name: "')[2].partition('"')[0]
-    question = by_tensor(ensemble.name, output, [1, 1], setting.labels, "TEXT")
-    words = (setting.triton, str(PEERS / "triton_repository.py"), str(repository), "{port}", "{grpc}", "{folder}")
-    return Contender("tritonserver, hasten deploy", words, question, "/v2/health/ready")
-
-
-def triton(setting: Setting, graph: Path, name: str) -> Contender:
-    words = (str(PEERS / "triton_onnxruntime.py"), str(setting.model), str(graph), "{port}", "{grpc}", "{folder}")
-    question = by_tensor("classifier", "scores", [1, 1], setting.labels)
-    return Contender(name, (setting.triton, *words), question, "/v2/health/ready")
-
-
-def all_peers(setting: Setting, graph: Path, what: str) -> list[Contender]:
-    """Each over ONNX Runtime with this graph, and FastAPI over transformers."""
+def all_peers(model: ServedModel, graph: Path, graph_name: str) -> list[Contender]:
+    """Return every peer with ONNX Runtime and this graph, and FastAPI with transformers."""
     return [
-        peer(setting, "fastapi_transformers.py", graph, "FastAPI, transformers"),
-        peer(setting, "fastapi_onnxruntime.py", graph, f"FastAPI, {what}"),
-        peer(setting, "litserve_onnxruntime.py", graph, f"LitServe, {what}", is_restless=True),
-        peer(setting, "ray_onnxruntime.py", graph, f"Ray Serve, {what}", is_restless=True),
-        triton(setting, graph, f"tritonserver, {what}"),
+        peer_server(model, "fastapi_transformers.py", graph, "FastAPI, transformers"),
+        peer_server(model, "fastapi_onnxruntime.py", graph, f"FastAPI, {graph_name}"),
+        peer_server(model, "litserve_onnxruntime.py", graph, f"LitServe, {graph_name}", is_busy_when_idle=True),
+        peer_server(model, "ray_onnxruntime.py", graph, f"Ray Serve, {graph_name}", is_busy_when_idle=True),
+        triton_server(model, graph, f"tritonserver, {graph_name}"),
     ]
 
 
-class Running:
-    """A contender's process, from when it is ready until the end of the block."""
+class RunningServer:
+    """The process of a contender, from its readiness to the end of the `with` block."""
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
@@ -131,106 +112,102 @@ class Running:
         self.port, self.grpc_port = _free_ports(2)
         work = Path(self._folder.name, "work")
         work.mkdir()
-        filled = {"port": self.port, "grpc": self.grpc_port, "folder": work}
-        # Peers have packages of their own.
-        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or _is_ours(contender)}
+        values = {"port": self.port, "grpc": self.grpc_port, "folder": work}
+        # Peers have their own packages.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or _is_ours(contender)}
         begin = time.perf_counter()
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [word.format_map(filled) if "{" in word else word for word in contender.command],
+                [word.format_map(values) if "{" in word else word for word in contender.command],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=inherited | contender.environment,
+                env=environment,
                 start_new_session=True,
             )
         try:
-            self._wait(begin + _START_S)
+            self._wait_until_ready(begin + _START_TIMEOUT_S)
         except BaseException:
             self.stop()
             raise
         self.ready_s = time.perf_counter() - begin
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> RunningServer:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
-            return str(answer.read().decode())
+        """Return the body of a GET request."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as response:
+            return str(response.read().decode())
 
     def counters(self) -> dict[str, float]:
-        """What hasten counts, without what it sorts into buckets; nothing of others."""
+        """Return hasten's metrics without histogram buckets; an empty dictionary for peers."""
         if not self.contender.name.startswith("hasten"):
             return {}
         lines = [line for line in self.get("/metrics").splitlines() if line.startswith("hasten_")]
-        counted = (line for line in lines if "_bucket" not in line)
-        return {line.partition("{")[0].split()[0]: float(line.rsplit(" ", 1)[1]) for line in counted}
+        samples = (line for line in lines if "_bucket" not in line)
+        return {line.partition("{")[0].split()[0]: float(line.rsplit(" ", 1)[1]) for line in samples}
 
     def log(self) -> str:
+        """Return the output of the process so far."""
         return self._log.read_text(errors="replace")
 
     def memory_bytes(self) -> int:
+        """Return the resident memory."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.partition("VmRSS:")[2].split()[0]) * 1024
 
-    def tree_bytes(self) -> int:
-        """Of the process and all that it started, what they share counted once."""
-        total = 0
-        for one in self._tree():
-            with suppress(OSError):
-                lines = Path(f"/proc/{one}/smaps_rollup").read_text()
-                total += int(lines.partition("\nPss:")[2].split()[0]) * 1024
-        return total
-
     def pause(self) -> None:
-        """Nothing of it runs until `resume`: some use the processor also while nobody asks them."""
+        """Stop all its processes until `resume`: some use the CPU while they have no requests."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
+        """Continue all its processes."""
         self._signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        self.resume()  # the end, too, is something it does
+        """Shut it down, and kill it if that takes too long."""
+        self.resume()  # a stopped process cannot shut down
         self.process.terminate()
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        # Whatever it left behind; it had a session of its own.
+        # Child processes that are left; it was started in its own session.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        # tritonserver's, where it had to be killed.
+        # Shared memory that tritonserver leaves when it is killed.
         for file in Path("/dev/shm").glob(f"hasten{self.process.pid}*"):
             file.unlink()
         self._folder.cleanup()
 
     def _signal(self, number: signal.Signals) -> None:
-        for one in self._tree():
+        for process_id in self._process_ids():
             with suppress(ProcessLookupError):
-                os.kill(one, number)
+                os.kill(process_id, number)
 
-    def _tree(self) -> list[int]:
-        """It, and all that it started: not all stay in its group or session."""
+    def _process_ids(self) -> list[int]:
+        """Return the process and its descendants, some of which leave its group and session."""
         children: dict[int, list[int]] = {}
         for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError, IndexError):  # it has ended meanwhile
+            with suppress(OSError, IndexError):  # the process has ended meanwhile
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
                 children.setdefault(parent, []).append(int(folder.name))
-        found = [self.process.pid]
-        for one in found:
-            found += children.get(one, [])
-        return found
+        process_ids = [self.process.pid]
+        for process_id in process_ids:
+            process_ids += children.get(process_id, [])
+        return process_ids
 
-    def _wait(self, until: float) -> None:
+    def _wait_until_ready(self, deadline: float) -> None:
         while True:
-            if self.process.poll() is not None or time.perf_counter() > until:
+            if self.process.poll() is not None or time.perf_counter() > deadline:
                 log = self._log.read_text(errors="replace")[-2000:]
                 raise SystemExit(f"{self.contender.name} did not become ready:\n{log}")
             try:
-                self.get(self.contender.ready)
+                self.get(self.contender.ready_path)
             except (OSError, urllib.error.URLError):
                 time.sleep(0.02)
             else:
@@ -243,21 +220,22 @@ def _is_ours(contender: Contender) -> bool:
 
 def _free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    ports = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
     return ports
 
 
-def built(model: Path, bundle: Path | None, folder: Path) -> Path:
-    """The bundle that was given, or one made here."""
+def build_unless_given(model: Path, bundle: Path | None, folder: Path) -> Path:
+    """Return the bundle, or build one from the model if there is none."""
     if bundle is None:
         bundle = folder / "bundle"
-        words = ["build", str(model), "-o", str(bundle), "--quiet", "--json"]
-        subprocess.run([sys.executable, "-m", "hasten", *words], check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "hasten", "build", str(model), "-o", str(bundle), "--quiet", "--json"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return bundle
 
 
-def variants(bundle: Path) -> dict[str, Any]:
+def variant_names(bundle: Path) -> dict[str, Any]:
+    """Return the names of the chosen variant and of all variants."""
     opened: Bundle = open_bundle(bundle)
     return {"chosen": opened.chosen.name, "all": [entry.name for entry in opened.manifest.variants]}

@@ -1,4 +1,4 @@
-"""Where peers live: a virtual environment each, made from their requirements where it is not there yet."""
+"""Virtual environments of the peers, created from their requirements on first use."""
 
 from __future__ import annotations
 
@@ -6,65 +6,50 @@ import json
 import subprocess
 import sys
 import venv
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hasten.core.hardware import this_machine
+sys.path.append(str(Path(__file__).parents[1]))
+
+from provenance import provenance
 
 PEERS = Path(__file__).parent / "peers"
-# What a figure may depend on.
-_TOLD = """
+# Packages whose versions may affect a result.
+_RECORDED = """
 fastapi grpcio hasten httptools litserve numpy nvidia-pytriton onnxruntime openvino pydantic ray starlette tokenizers
 torch transformers uvicorn uvloop
 """
 
 
 def peers_python(folder: Path) -> str:
+    """Return the interpreter of the Python peers; create their environment if needed."""
     return _environment(folder, ["-r", str(PEERS / "requirements.txt")])
 
 
 def triton_python(folder: Path) -> str:
+    """Return the interpreter of tritonserver's environment; create it if needed."""
     requirements = ["-r", str(PEERS / "requirements-triton.txt")]
     return _environment(folder, requirements, ["--no-deps", "nvidia-pytriton==0.7.0"])
 
 
-def ray_python(folder: Path) -> str:
-    """Ours with Ray Serve."""
-    return _environment(folder, ["-e", f"{PEERS.parents[2]}[ray]"])
-
-
 def _environment(folder: Path, *installs: list[str]) -> str:
-    """Finished last: one that was interrupted is made again."""
+    # The marker file is written last, so that an interrupted installation is repeated.
     python, finished = folder / "bin" / "python", folder / "finished"
     if not finished.exists():
-        print(f"making {folder}", file=sys.stderr)
+        print(f"creating {folder}", file=sys.stderr)
         venv.create(folder, with_pip=True)
-        for words in installs:
-            subprocess.run([python, "-m", "pip", "install", "--quiet", *words], check=True)
+        for arguments in installs:
+            subprocess.run([python, "-m", "pip", "install", "--quiet", *arguments], check=True)
         finished.touch()
     return str(python)
 
 
 def versions(python: str) -> dict[str, str]:
-    listed = subprocess.check_output([python, "-m", "pip", "list", "--format", "json"], text=True)
-    return {entry["name"]: entry["version"] for entry in json.loads(listed) if entry["name"].lower() in _TOLD.split()}
+    """Return the versions of the recorded packages in an environment."""
+    packages = json.loads(subprocess.check_output([python, "-m", "pip", "list", "--format", "json"], text=True))
+    return {entry["name"]: entry["version"] for entry in packages if entry["name"].lower() in _RECORDED.split()}
 
 
-def about(pythons: dict[str, str]) -> dict[str, Any]:
-    """What every result carries: when, where, of which commit, with which libraries."""
-    return {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": this_machine(),
-        "commit": commit(),
-        "versions": {name: versions(python) for name, python in pythons.items()},
-    }
-
-
-def commit() -> str | None:
-    """With a word where the code is not as it was committed; None where it came without its history."""
-    words = ["git", "describe", "--always", "--dirty"]
-    try:
-        return subprocess.check_output(words, text=True, cwd=PEERS, stderr=subprocess.DEVNULL).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+def provenance_with_versions(pythons: dict[str, str]) -> dict[str, Any]:
+    """Return the provenance of a result with the package versions of each interpreter."""
+    return provenance() | {"versions": {name: versions(python) for name, python in pythons.items()}}

@@ -1,12 +1,11 @@
-"""Text in, answer out, over HTTP, on a GPU: a lone client at 16 and 128 tokens, then 32 clients with mixed texts.
+"""Measure latency and throughput over HTTP on a GPU: one client at 16 and 128 tokens, then 32 clients with mixed texts.
 
     python benchmarks/serving/gpu.py [--model DIR] [--bundle DIR] [--variant fused-fp16@cuda]
 
-DIR of a text classifier as Hugging Face saves it; without one, a model of MiniLM-L6's size with random weights and a
-vocabulary of a few words is made here: what it answers means nothing, what it takes does. The same work in process
-takes turns with the server, so that what is left between the two is the server. The lone client repeats one text, whose
-words the server knows by then; once more with one word that is new each time. Where there is no GPU, --variant
-onnxruntime-fp32 shows that it runs. Nothing else may run on the machine meanwhile.
+DIR of a text classifier as Hugging Face saves it; the default is a model of MiniLM-L6's size with random weights, good
+for speed only. The same work in process alternates with the server; the difference is the overhead. The single client
+repeats one text, whose words are in the word cache, and then changes one word in every request. Without a GPU,
+--variant onnxruntime-fp32 tests the script. Nothing else may run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -28,62 +26,63 @@ from typing import Any
 import msgspec
 import numpy as np
 from clients import closed_loop
-from contenders import Running, hasten
-from environments import commit
-from latency import UNTIMED, WORDS, Http, Lane, ask_each, text_of
-from wire import by_json
+from contenders import RunningServer, hasten_server
+from environments import provenance
+from http_requests import json_format
+from latency import UNTIMED, WORDS, Http, Interface, text_of_length, time_requests
 
-import hasten as ours
+import hasten
 from hasten.bundle import Bundle, open_bundle
-from hasten.core.hardware import this_machine
 from hasten.core.plan import Keep
 
 HERE = Path(__file__).parent
-# p50 in ms, by the tokens of the text.
-ASKED = {16: 0.9, 128: 1.1}
-MINI = {
+# p50 in ms by text length in tokens.
+TARGETS_MS = {16: 0.9, 128: 1.1}
+MINILM_CONFIG = {
     "vocab_size": 30522, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12,
     "intermediate_size": 1536, "max_position_embeddings": 512,
 }  # fmt: skip
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-BINARY, JSON, NEW, WITHOUT = "HTTP binary", "HTTP JSON", "HTTP JSON, a new word", "in process"
-# Of the mixed texts: most as short as a sentence, some as long as a model takes.
-MEDIAN_TOKENS, SPREAD, MOST_TOKENS = 30, 0.9, 500
-WARM = 200
-_TOLD = """
+BINARY, JSON, UNSEEN_WORD, IN_PROCESS = "HTTP binary", "HTTP JSON", "HTTP JSON, a new word", "in process"
+# Lengths of the mixed texts are log-normal: most are sentences, some reach the model's limit.
+MEDIAN_TOKENS, SIGMA, MAX_TOKENS = 30, 0.9, 500
+WARM_UP = 200
+_RECORDED = """
 grpcio httptools msgspec numpy nvidia-ml-py onnxruntime tokenizers torch transformers triton uvloop
 """
 
 
 def main() -> None:
+    """Run the study, write its result file and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a text classifier (default: random weights of MiniLM-L6's size)")
-    parser.add_argument("--bundle", type=Path, help="of a text classifier, instead of building one")
+    parser.add_argument("--model", type=Path, help="directory of a text classifier (default: random weights)")
+    parser.add_argument("--bundle", type=Path, help="bundle of a text classifier, instead of building one")
     parser.add_argument("--variant", default="fused-fp16@cuda")
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--requests", type=int, default=300, help="a turn")
+    parser.add_argument("--requests", type=int, default=300, help="requests per turn")
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of mixed traffic")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of mixed traffic")
     parser.add_argument("-o", "--output", type=Path, default=HERE.parent / "results" / "serving_gpu.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hasten-serving-") as work:
-        bundle = args.bundle or built(args.model or made(Path(work, "model")), args.variant, Path(work, "bundle"))
-        results = measured(bundle, args)
+        model = args.model or make_model(Path(work, "model"))
+        bundle = args.bundle or build(model, args.variant, Path(work, "bundle"))
+        results = measure(bundle, args)
     args.output.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
     report(results)
 
 
-def made(folder: Path) -> Path:
-    """A classifier whose vocabulary has the words that it is asked about; all others are unknown."""
+def make_model(folder: Path) -> Path:
+    """Save a classifier with random weights, whose vocabulary has the words of the requests."""
     import tokenizers
     import torch
     import transformers
 
     torch.manual_seed(0)
-    model = transformers.BertForSequenceClassification(transformers.BertConfig(**MINI, num_labels=2))
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**MINILM_CONFIG, num_labels=2))
     model.save_pretrained(folder)
     pieces = dict.fromkeys([*SPECIAL, *WORDS.split()])
-    vocabulary = {piece: place for place, piece in enumerate(pieces)}
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
     backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
     backend.normalizer = tokenizers.normalizers.BertNormalizer()
     backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
@@ -96,28 +95,27 @@ def made(folder: Path) -> Path:
     return folder
 
 
-def built(model: Path, variant: str, folder: Path) -> Path:
-    """Proven on a few rows: with random weights there is little to prove, and nothing to choose between."""
+def build(model: Path, variant: str, folder: Path) -> Path:
+    """Build one variant, verified on a few rows: with random weights there is little to verify."""
     rows = folder.with_suffix(".jsonl")
     words = WORDS.split()
-    texts = [" ".join((words * 8)[place : place + 2 + 3 * place]) for place in range(32)]
+    texts = [" ".join((words * 8)[start : start + 2 + 3 * start]) for start in range(32)]
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     sizes = {"batch_size": (1, 4, 8), "seq_len": (16, 64, 128)}
-    ours.build(model, folder, variants=(variant,), data=rows, keep=Keep.ALL, bench_budget_s=1.0, **sizes)
+    hasten.build(model, folder, variants=(variant,), data=rows, keep=Keep.ALL, bench_budget_s=1.0, **sizes)
     return folder
 
 
-def measured(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Serve the bundle and measure both kinds of traffic."""
     bundle = open_bundle(path)
-    contender = hasten(path, list(bundle.manifest.task.labels), "--variant", args.variant, "--no-grpc")
-    with Running(contender) as server:
-        lanes = [row for tokens in ASKED for row in alone(server, bundle, tokens, args)]
-        mixed = crowd(server, bundle, args.clients, args.seconds)
+    contender = hasten_server(path, list(bundle.manifest.task.labels), "--variant", args.variant, "--no-grpc")
+    with RunningServer(contender) as server:
+        alone = [row for tokens in TARGETS_MS for row in time_single_client(server, bundle, tokens, args)]
+        mixed = time_mixed_traffic(server, bundle, args.clients, args.seconds)
         log = [line for line in server.log().splitlines() if "ready" in line]
     return {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": this_machine(),
+        **provenance(),
         "versions": dict(_versions()),
         "model": str(args.model or args.bundle or "random weights of MiniLM-L6's size"),
         "variant": args.variant,
@@ -125,46 +123,49 @@ def measured(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "log": log,
         "turns": args.turns,
         "requests": args.requests,
-        "alone": lanes,
+        "alone": alone,
         "mixed": mixed,
     }
 
 
-def alone(server: Running, bundle: Bundle, tokens: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One client that waits for each answer, on a connection it keeps."""
-    text = text_of(bundle.path, tokens)
-    binary, plain = server.contender.question.request(text), by_json().request(text)
-    lanes: list[Lane] = [
-        Http(BINARY, WITHOUT, server.port, binary),
-        Http(JSON, WITHOUT, server.port, plain),
-        _NewWords(server.port, text),
+def time_single_client(
+    server: RunningServer, bundle: Bundle, tokens: int, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Yield the latency of each interface for one client on a keep-alive connection."""
+    text = text_of_length(bundle.path, tokens)
+    binary, plain = server.contender.format.request(text), json_format().request(text)
+    interfaces: list[Interface] = [
+        Http(BINARY, IN_PROCESS, server.port, binary),
+        Http(JSON, IN_PROCESS, server.port, plain),
+        _UnseenWords(server.port, text),
     ]
     times: dict[str, list[list[float]]] = {}
     with ExitStack() as stack:
-        lanes.append(stack.enter_context(work_alone(bundle, args.variant, text)))
-        for lane in lanes:
-            lane.time(WARM)
+        interfaces.append(stack.enter_context(work_in_process(bundle, args.variant, text)))
+        for interface in interfaces:
+            interface.time(WARM_UP)
         for turn in range(args.turns):
-            for place in np.roll(np.arange(len(lanes)), turn):
-                times.setdefault(lanes[place].name, []).append(lanes[place].time(args.requests))
-    base = np.median(times[WITHOUT], axis=1)
+            for index in np.roll(np.arange(len(interfaces)), turn):
+                interface = interfaces[index]
+                times.setdefault(interface.name, []).append(interface.time(args.requests))
+    base = np.median(times[IN_PROCESS], axis=1)
     for name, turns in times.items():
-        whole = np.concatenate(turns) * 1e3
+        latencies = np.concatenate(turns) * 1e3
         yield {
             "tokens": tokens,
             "lane": name,
-            "p50_ms": float(np.median(whole)),
-            "p99_ms": float(np.percentile(whole, 99)),
+            "p50_ms": float(np.median(latencies)),
+            "p99_ms": float(np.percentile(latencies, 99)),
             "added_ms": float(np.median(np.median(turns, axis=1) - base)) * 1e3,
-            "asked_ms": ASKED[tokens] if name in (BINARY, JSON) else None,
+            "asked_ms": TARGETS_MS[tokens] if name in (BINARY, JSON) else None,
             "turn_medians_ms": (np.median(turns, axis=1) * 1e3).tolist(),
         }
 
 
-class _NewWords:
-    """The last word of the text is another one each time, and of about as many tokens."""
+class _UnseenWords:
+    """JSON over HTTP; the last word of the text changes in every request, its number of tokens hardly does."""
 
-    name, base = NEW, WITHOUT
+    name, base = UNSEEN_WORD, IN_PROCESS
 
     def __init__(self, port: int, text: str) -> None:
         self._port, self._numbers = port, count(10_000)
@@ -172,13 +173,13 @@ class _NewWords:
 
     def time(self, requests: int) -> list[float]:
         texts = [" ".join([*self._rest, f"{next(self._numbers)}"]) for _ in range(UNTIMED + requests)]
-        return ask_each(self._port, [by_json().request(text) for text in texts])[UNTIMED:]
+        return time_requests(self._port, [json_format().request(text) for text in texts])[UNTIMED:]
 
 
-class _Work:
-    """The same without a server, in a process of its own."""
+class _InProcess:
+    """The same work without a server, in its own process."""
 
-    name = base = WITHOUT
+    name = base = IN_PROCESS
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -192,39 +193,40 @@ class _Work:
 
 
 @contextmanager
-def work_alone(bundle: Bundle, variant: str, text: str) -> Iterator[_Work]:
-    words = [sys.executable, str(HERE / "in_process.py"), str(bundle.path), variant, "1", text]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+def work_in_process(bundle: Bundle, variant: str, text: str) -> Iterator[_InProcess]:
+    """Start the process that does the work without a server."""
+    command = [sys.executable, str(HERE / "in_process.py"), str(bundle.path), variant, "1", text]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         if process.stdout.readline().split()[:1] != ["ready"]:
-            raise SystemExit("the work in process did not start")
-        yield _Work(process)
+            raise SystemExit("in_process.py did not start")
+        yield _InProcess(process)
         process.communicate()
 
 
-def crowd(server: Running, bundle: Bundle, clients: int, seconds: float) -> dict[str, Any]:
-    """Texts of all lengths, from clients that each wait for their answers."""
+def time_mixed_traffic(server: RunningServer, bundle: Bundle, clients: int, seconds: float) -> dict[str, Any]:
+    """Return throughput and latency of closed-loop clients with texts of mixed length."""
     random = np.random.default_rng(0)
-    longest = min(MOST_TOKENS, bundle.manifest.tokenizer.max_length)
-    counts = np.clip(random.lognormal(np.log(MEDIAN_TOKENS), SPREAD, 4096), 3, longest).astype(int)
+    max_tokens = min(MAX_TOKENS, bundle.manifest.tokenizer.max_length)
+    counts = np.clip(random.lognormal(np.log(MEDIAN_TOKENS), SIGMA, 4096), 3, max_tokens).astype(int)
     words = WORDS.split()
     texts = [" ".join(random.choice(words, count - 2)) for count in counts]
-    request = server.contender.question.request
+    request = server.contender.format.request
 
     def requests() -> Iterator[tuple[int, bytes]]:
         while True:
-            yield from ((place, request(text)) for place, text in enumerate(texts))
+            yield from ((index, request(text)) for index, text in enumerate(texts))
 
     stream = requests()
-    # What is new to the server the first time is not what it is about.
+    # Warm up: the first request of each shape is slower.
     closed_loop(server.port, stream, clients=clients, seconds=min(3.0, seconds))
     before, begin = server.counters(), time.perf_counter()
     answers = closed_loop(server.port, stream, clients=clients, seconds=seconds)
     elapsed = time.perf_counter() - begin
     spent = {name: value - before.get(name, 0.0) for name, value in server.counters().items()}
-    if answers.bad:
-        raise SystemExit(f"the server answers {answers.bad[0]}")
-    tokens, padding = spent["hasten_tokens_total"], spent["hasten_padding_tokens_total"]
+    if answers.errors:
+        raise SystemExit(f"the server answers {answers.errors[0]}")
+    tokens, padding = spent["hasten_prompt_tokens_total"], spent["hasten_padding_tokens_total"]
     return {
         "clients": clients,
         "per_second": answers.per_second,
@@ -240,24 +242,25 @@ def crowd(server: Running, bundle: Bundle, clients: int, seconds: float) -> dict
 
 
 def report(results: dict[str, Any]) -> None:
+    """Print a summary of the results beside the targets."""
     print(f"{results['variant']}, ready after {results['ready_s']:.1f} s")
     print(*results["log"], sep="\n")
     for row in results["alone"]:
-        asked = row["asked_ms"]
-        verdict = "" if asked is None else f"  asked ≤ {asked} ms: {'met' if row['p50_ms'] <= asked else 'NOT met'}"
-        shown = f"p50 {row['p50_ms']:.3f} ms  p99 {row['p99_ms']:.3f} ms  added {row['added_ms']:.3f} ms"
-        print(f"{row['tokens']:>4} tokens, {row['lane']:<21} {shown}{verdict}")
+        target = row["asked_ms"]
+        verdict = "" if target is None else f"  target ≤ {target} ms: {'met' if row['p50_ms'] <= target else 'NOT met'}"
+        times = f"p50 {row['p50_ms']:.3f} ms  p99 {row['p99_ms']:.3f} ms  overhead {row['added_ms']:.3f} ms"
+        print(f"{row['tokens']:>4} tokens, {row['lane']:<21} {times}{verdict}")
     mixed = results["mixed"]
     print(
-        f"{mixed['clients']} clients, all lengths: {mixed['per_second']:.0f} answers and"
-        f" {mixed['tokens_per_second']:.0f} tokens a second, p50 {mixed['p50_ms']:.2f} ms,"
-        f" p99 {mixed['p99_ms']:.2f} ms, {mixed['rows_per_batch']:.1f} rows a batch, padding {mixed['padding']:.1%},"
-        f" sessions busy {mixed['compute_share']:.2f}, the clients themselves {mixed['client_share']:.2f}"
+        f"{mixed['clients']} clients, mixed lengths: {mixed['per_second']:.0f} requests/s,"
+        f" {mixed['tokens_per_second']:.0f} tokens/s, p50 {mixed['p50_ms']:.2f} ms,"
+        f" p99 {mixed['p99_ms']:.2f} ms, {mixed['rows_per_batch']:.1f} rows per batch, padding {mixed['padding']:.1%},"
+        f" sessions busy {mixed['compute_share']:.2f}, clients {mixed['client_share']:.2f}"
     )
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    for name in _TOLD.split():
+    for name in _RECORDED.split():
         try:
             yield name, version(name)
         except PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""The work without a server: reads how many answers to time, a line each, and writes the seconds of each.
+"""Run predictions without a server: read a count per line from stdin, print the seconds of each prediction.
 
-A byte through a socket asks for it from outside, and a byte comes back: the least that any server must add.
+A raw socket runs a prediction per byte received and sends the byte back: a lower bound of any server's overhead.
 
-in_process.py BUNDLE VARIANT THREADS TEXT
+    in_process.py BUNDLE VARIANT THREADS TEXT
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from hasten.tasks import TASKS
 
 
 def main(path: str, variant: str, threads: str, text: str) -> None:
+    """Serve predictions of one text on stdin and on a socket."""
     bundle = open_bundle(path)
     spec, tokenizer = bundle.manifest.task, bundle.tokenizer()
     task = TASKS.get(spec.name)
     options = task.options(spec, {})
     session = open_session(bundle.artifact(bundle.entry(variant)), RunOptions(int(threads)))
 
-    def ask() -> object:
+    def predict() -> object:
         encoded = task.encode(task.parse(text), tokenizer, options)
         return task.decode(session.run(encoded.batch), encoded, options)
 
@@ -34,11 +35,11 @@ def main(path: str, variant: str, threads: str, text: str) -> None:
         while True:
             connection, _ = listener.accept()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while asked := connection.recv(1):
-                ask()
-                connection.sendall(asked)
+            while data := connection.recv(1):
+                predict()
+                connection.sendall(data)
 
-    ask()
+    predict()
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=serve, args=[listener], daemon=True).start()
     print("ready", listener.getsockname()[1], flush=True)
@@ -46,7 +47,7 @@ def main(path: str, variant: str, threads: str, text: str) -> None:
         seconds = []
         for _ in range(int(line)):
             begin = time.perf_counter()
-            ask()
+            predict()
             seconds.append(time.perf_counter() - begin)
         print(json.dumps(seconds), flush=True)
 

@@ -1,13 +1,13 @@
-"""hasten: make a Hugging Face transformer fast, prove that it still answers the same, and serve it.
+"""Make Hugging Face transformers fast, verify that their answers stay the same, and serve them.
 
     bundle = hasten.build("sentence-transformers/all-MiniLM-L6-v2")
     embed = hasten.load(bundle.path)
     embed(["a text", "another"])
 
-    answer = hasten.pipeline("question-answering", "deepset/minilm-uncased-squad2")  # built once, without PyTorch after
+    answer = hasten.pipeline("question-answering", "deepset/minilm-uncased-squad2")  # later runs need no PyTorch
     answer(question="What is it?", context="It is a transformer.")
 
-    hasten.accelerate(model)  # a transformers model on a GPU, which stays one
+    hasten.accelerate(model)  # replace the forward pass of a transformers model on a GPU
 
 Names are imported when first used: `import hasten` loads no library.
 """
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from hasten.predictor import Predictor
     from hasten.sentence_encoder import SentenceEncoder
 
-# Since 1.29 ONNX Runtime reports on models and machine to its maker, and keeps a number it knows the user by, unless
-# this is set before it loads. Models and data are nobody else's business; a value that is there already stays.
+# Since 1.29, ONNX Runtime sends telemetry about models and machine with a stored user id, unless this is set before it
+# is loaded. Models and data are private; a value that the user set is kept.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
-_HOMES = {
+_MODULES = {
     "accelerate": "hasten.acceleration",
     "restore": "hasten.acceleration",
     "build": "hasten.api",
@@ -87,9 +87,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'hasten' has no attribute '{name}'")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,3 +1,5 @@
+"""Run the command line with `python -m hasten`."""
+
 import sys
 
 from hasten.cli import main

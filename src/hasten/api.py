@@ -1,4 +1,4 @@
-"""`hasten.build`, `hasten.load`, `hasten.pipeline`: the keyword arguments people type, made a plan or a predictor."""
+"""The public functions `hasten.build`, `hasten.load` and `hasten.pipeline`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Literal
 from hasten.backends import RunOptions
 from hasten.bundle import Bundle, open_bundle
 from hasten.core.errors import PlanError
-from hasten.core.generation import TEXT2TEXT_GENERATION, WRITING
-from hasten.core.hardware import this_machine
+from hasten.core.generation_types import TEXT2TEXT_GENERATION
 from hasten.core.plan import Gate, Keep, Plan, Range, Shapes
 from hasten.core.progress import Progress
 from hasten.core.registry import did_you_mean
-from hasten.generation.generator import Generator, open_generator
-from hasten.generation.purpose import PURPOSES, is_purpose
-from hasten.predictor import Predictor, open_predictor
-from hasten.tasks import TASKS
+from hasten.core.system.hardware import this_machine
+from hasten.families import all_tasks, family_of_bundle
+from hasten.generation.generator import Generator
+from hasten.generation.task_presets import TASK_PRESETS, is_task_preset
+from hasten.predictor import Predictor, choose_artifact
 
-# What transformers calls them too.
+# transformers' other names of tasks.
 _ALIASES = {"ner": "token-classification", "sentiment-analysis": "text-classification"}
 
 
@@ -46,7 +46,7 @@ def build(
     max_drop: float | None = None,
     metric: str | None = None,
     recipe: str | Path | None = None,
-    budget_s: float = 300.0,
+    search_budget_s: float = 300.0,
     bench_budget_s: float = 30.0,
     threads: int | None = None,
     keep: Literal["best", "all"] = "best",
@@ -56,38 +56,36 @@ def build(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Bundle:
-    """Make the model fast, prove that it still answers the same, and write the bundle.
+    """Build a bundle: make the model fast and prove that it still answers the same.
 
-    `model` is a hub id, a directory, or an object: a model of transformers or peft together with its `tokenizer`, a
-    SentenceTransformer or a CrossEncoder; the object is left as it was. One with quantizers (`hasten.quantize.qdq`) is
-    compared with itself in float, and they make a variant of their own, onnxruntime-int8+qdq. `file_name` names an ONNX
-    graph of the model to build from. Instead of `variants`, `level` and `preset` name them as Optimum's optimizer and
-    quantizer do: how far to optimize, and the processor to quantize for. `device` says whose variants are tried, cpu or
-    cuda; without it a GPU's if one can be used. `precision` (fp16, fp8, int8 …) leaves all others out of the search,
-    which tries what there is by itself. Without `output` the bundle goes to the cache (`HASTEN_CACHE`) and replaces the
-    one of the same name there.
+    `model` is a hub id, a directory, or an object, which is left unchanged: a model of transformers or peft together
+    with its `tokenizer`, a SentenceTransformer or a CrossEncoder. A model with quantizers (`hasten.quantize.qdq`) is
+    compared with itself in float, and its quantizers make an additional variant, onnxruntime-int8+qdq.
+
+    `file_name` selects an ONNX graph of the model to build from. Instead of `variants`, `level` and `preset` name them
+    as Optimum's optimizer and quantizer do: the optimization level, and the CPU to quantize for. `device` is cpu or
+    cuda; the default is a usable GPU, else the CPU. `precision` (fp16, fp8, int8 …) restricts the search, which tries
+    every precision by default. Without `output` the bundle is written to the cache (`HASTEN_CACHE`), where it replaces
+    the bundle of the same name.
     """
     from hasten.builder.build import build as run
-    from hasten.builder.memory import name_of, saved
+    from hasten.builder.sources.in_memory import get_model_name, saved_to_directory
 
     if keep not in list(Keep):
         raise PlanError(f"keep is '{keep}'", hint=f"one of {', '.join(Keep)}")
     if level is not None or preset is not None:
-        from hasten.builder.levels import of_level
+        from hasten.builder.search.presets import candidates_for_level
 
         if variants or recipe is not None or target is not None:
-            raise PlanError("level and preset name variants and target themselves", hint="leave one or the other out")
-        variants, target = of_level(level, preset, this_machine(), device), preset
+            raise PlanError("level and preset already name variants and target", hint="leave out one or the other")
+        variants, target = candidates_for_level(level, preset, this_machine(), device), preset
     plan = Plan(
-        model=name_of(model),
+        model=get_model_name(model),
         revision=revision,
         task=task,
         pooling=pooling,
         file_name=file_name,
-        shapes=Shapes(
-            Range.of("batch_size", _numbers(batch_size)),
-            Range.of("seq_len", _numbers(seq_len)),
-        ),
+        shapes=Shapes(Range.of("batch_size", _numbers(batch_size)), Range.of("seq_len", _numbers(seq_len))),
         variants=(variants,) if isinstance(variants, str) else tuple(variants),
         device=device,
         precision=precision,
@@ -96,7 +94,7 @@ def build(
         columns=dict(columns or {}),
         gate=Gate(min_agreement, max_drop, metric),
         recipe=str(recipe) if recipe is not None else None,
-        budget_s=budget_s,
+        search_budget_s=search_budget_s,
         bench_budget_s=bench_budget_s,
         threads=threads,
         keep=Keep(keep),
@@ -104,26 +102,24 @@ def build(
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
     )
-    place = Path(output).expanduser() if output is not None else None
-    with saved(model, tokenizer) as (directory, quantized):
-        return run(plan, place, force=force, progress=progress, directory=directory, quantized=quantized)
+    path = Path(output).expanduser() if output is not None else None
+    with saved_to_directory(model, tokenizer) as (directory, qdq_module):
+        return run(plan, path, force=force, progress=progress, directory=directory, qdq_module=qdq_module)
 
 
 def load(
     path: str | Path, variant: str | None = None, *, threads: int | None = None, strict: bool = False
 ) -> Predictor | Generator:
-    """Open a bundle. Without a choice, the fastest of its variants that runs on this machine.
+    """Open a bundle with a variant; the default is the fastest one that runs on this machine.
 
-    Strict: the fastest that proves here, on the bundle's reference answers, that it answers like the original.
+    `strict` opens the fastest variant whose answers on this machine match the bundle's reference answers.
     """
     bundle, options = open_bundle(path), RunOptions(threads)
     if strict:
-        from hasten.measure.strict import open_proven
+        from hasten.measure.open_verified import open_verified
 
-        return open_proven(bundle, variant, options)
-    if bundle.manifest.generation is not None:
-        return open_generator(bundle, variant, options)
-    return open_predictor(bundle, variant, options)
+        return open_verified(bundle, variant, options)
+    return _open(bundle, variant, options)
 
 
 def pipeline(
@@ -142,26 +138,28 @@ def pipeline(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Predictor | Generator:
-    """transformers' pipeline without transformers or PyTorch, and with the tasks that it lost: question answering,
-    summarization, translation (also as "translation_en_to_de", where a model translates between several languages).
+    """Open a model for a task, like transformers' pipeline but without transformers or PyTorch.
 
-    The model is a hub id, a directory or a bundle. What is not a bundle is built once, which does take PyTorch, and
-    kept in the cache (`HASTEN_CACHE`): in fp32 unless another `precision` is named, the fastest that passes the gate
-    with "best".
+    The tasks include those that transformers removed: question answering, summarization and translation (also as
+    "translation_en_to_de", for a model that translates between several languages).
+
+    The model is a hub id, a directory or a bundle. A model that is not a bundle is built once, which does need PyTorch,
+    and kept in the cache (`HASTEN_CACHE`): in fp32 or in the given `precision`; "best" is the fastest variant that
+    passes the accuracy gate.
     """
+    from hasten.auto_build import bundle_for, name_of_model, variant_of
     from hasten.core.variant import VariantChoice
-    from hasten.on_demand import Wish, bundle_of, variant_of
 
-    name, known = _ALIASES.get(task, task), (*TASKS.names(), *WRITING)
-    if is_purpose(task):
+    name, tasks = _ALIASES.get(task, task), all_tasks()
+    if is_task_preset(task):
         name = TEXT2TEXT_GENERATION
-    if name not in known:
-        every = (*known, *_ALIASES, *PURPOSES)
-        raise PlanError(f"there is no task '{task}'{did_you_mean(task, every)}", hint=f"one of {', '.join(every)}")
+    if name not in tasks:
+        names = (*tasks, *_ALIASES, *TASK_PRESETS)
+        raise PlanError(f"there is no task '{task}'{did_you_mean(task, names)}", hint=f"one of {', '.join(names)}")
     choice = VariantChoice(backend, precision, device)
-    wish = Wish(
+    plan = Plan(
+        model=name_of_model(model),
         task=name,
-        choice=choice,
         revision=revision,
         file_name=file_name,
         pooling=pooling,
@@ -169,13 +167,17 @@ def pipeline(
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
     )
-    bundle = bundle_of(model, wish, progress)
-    own = bundle.manifest.task.name
-    if own != name:
-        raise PlanError(f"{model} is a bundle for {own}, not for {name}", hint=f"hasten.pipeline('{own}', …)")
-    if bundle.manifest.generation is not None:
-        return open_generator(bundle, variant_of(bundle, choice), RunOptions(threads), task=task)
-    return open_predictor(bundle, variant_of(bundle, choice), RunOptions(threads))
+    bundle = bundle_for(plan, choice, progress)
+    bundle_task = bundle.manifest.task.name
+    if bundle_task != name:
+        raise PlanError(
+            f"{model} is a bundle for {bundle_task}, not for {name}", hint=f"hasten.pipeline('{bundle_task}', …)"
+        )
+    return _open(bundle, variant_of(bundle, choice), RunOptions(threads), task)
+
+
+def _open(bundle: Bundle, variant: str | None, options: RunOptions, task: str = "") -> Predictor | Generator:
+    return family_of_bundle(bundle).open(bundle, choose_artifact(bundle, variant), options, task)
 
 
 def _numbers(value: int | Sequence[int]) -> tuple[int, ...]:

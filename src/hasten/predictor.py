@@ -1,4 +1,4 @@
-"""A model ready to answer: tokenizer, task and session. What `hasten.load` returns, what measure and server drive."""
+"""Predict in-process: tokenizer, task and session. `hasten.load` returns a Predictor."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from hasten.backends import BACKENDS, Artifact, RunOptions, Session
 from hasten.bundle import Bundle, VariantEntry
-from hasten.core.batching import by_length
-from hasten.core.closing import Closing
+from hasten.core.batching import batch_by_length
 from hasten.core.errors import HastenError, UnsupportedError
-from hasten.core.hardware import this_machine
-from hasten.core.targets import why_not
+from hasten.core.system.closing import Closing
+from hasten.core.system.cpu_targets import incompatibility
+from hasten.core.system.hardware import this_machine
 from hasten.core.tensors import IntArray, Outputs, gather
-from hasten.core.tokenizer import Tokenizer
+from hasten.core.text.tokenizer import Tokenizer
 from hasten.core.variant import Support
 from hasten.tasks import TASKS, Encoded, TaskSpec
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("hasten")
 
 
 class Predictor(Closing):
-    """Call it with texts. Safe to share between threads: one runs at a time."""
+    """Answers texts when called. Thread-safe: one call runs at a time."""
 
     def __init__(self, spec: TaskSpec, tokenizer: Tokenizer, session: Session) -> None:
         self.spec = spec
@@ -32,14 +32,14 @@ class Predictor(Closing):
         self.session = session
         self._lock = threading.Lock()
 
-    def __call__(self, payload: object = None, **given: object) -> Any:
-        """Answers in the shape of the payload: one text or a list of texts, options as the task knows them.
+    def __call__(self, payload: object = None, **arguments: object) -> Any:
+        """Return answers in the shape of the payload, one text or a list; other arguments are options of the task.
 
-        Where an item is more than a text, its fields may be given by name: `answer(question=…, context=…)`.
+        If an item is more than a text, its fields may be passed by name: `predictor(question=…, context=…)`.
         """
-        if payload is None and any(name in given for name in self.task.fields):
-            payload = {name: given.pop(name) for name in self.task.fields if name in given}
-        options = self.task.options(self.spec, given)
+        if payload is None and any(name in arguments for name in self.task.fields):
+            payload = {name: arguments.pop(name) for name in self.task.fields if name in arguments}
+        options = self.task.options(self.spec, arguments)
         encoded = self.task.encode(self.task.parse(payload), self.tokenizer, options)
         if encoded.truncated:
             logger.warning("%s", describe_truncation(encoded, self.tokenizer.spec.max_length))
@@ -47,20 +47,16 @@ class Predictor(Closing):
         return self.task.present(payload, answers, options)
 
     def encode(self, payload: object) -> Encoded:
-        """Rows of tokens, the task's options at their defaults: what verification runs on."""
+        """Encode a payload with the default options of the task, for verification."""
         return self.task.encode(self.task.parse(payload), self.tokenizer, self.task.options(self.spec, {}))
 
     def outputs(
-        self,
-        encoded: Encoded,
-        *,
-        groups: list[IntArray] | None = None,
-        on_batch: Callable[[int], None] | None = None,
+        self, encoded: Encoded, *, groups: list[IntArray] | None = None, on_batch: Callable[[int], None] | None = None
     ) -> Outputs:
-        """Raw outputs in the order of the rows; rows of similar length run together unless `groups` says otherwise."""
+        """Return raw outputs in the order of the rows; without `groups`, rows of similar length run together."""
         batch = encoded.batch
         parts = []
-        for rows in groups if groups is not None else by_length(batch.lengths):
+        for rows in groups if groups is not None else batch_by_length(batch.lengths):
             with self._lock:
                 outputs = self.session.run(batch if len(rows) == len(batch) == 1 else batch.take(rows))
             parts.append((rows, outputs))
@@ -73,18 +69,27 @@ class Predictor(Closing):
 
 
 def describe_truncation(encoded: Encoded, max_length: int) -> str:
-    cut = sorted({int(encoded.item_of_row[row]) + 1 for row in encoded.truncated})
-    which = f"text {cut[0]} was" if len(cut) == 1 else f"{len(cut)} texts (first: {cut[0]}) were"
-    return f"{which} cut to the model's limit of {max_length} tokens"
+    """Return the warning about truncated texts."""
+    numbers = sorted({int(encoded.item_of_row[row]) + 1 for row in encoded.truncated})
+    subject = f"text {numbers[0]} was" if len(numbers) == 1 else f"{len(numbers)} texts (first: {numbers[0]}) were"
+    return f"{subject} truncated to the model's limit of {max_length} tokens"
 
 
 def open_predictor(bundle: Bundle, variant: str | None, options: RunOptions) -> Predictor:
-    artifact = required(bundle, bundle.entry(variant)) if variant else runnable(bundle)
-    tell_other_machine(bundle, artifact)
+    """Open a variant, by default the fastest that runs here."""
+    artifact = choose_artifact(bundle, variant)
     return Predictor(bundle.manifest.task, bundle.tokenizer(), open_session(artifact, options))
 
 
+def choose_artifact(bundle: Bundle, variant: str | None) -> Artifact:
+    """Return a variant, by default the fastest that runs here; log if it was verified on another machine."""
+    artifact = require_variant(bundle, bundle.entry(variant)) if variant else first_runnable_variant(bundle)
+    _warn_other_machine(bundle, artifact)
+    return artifact
+
+
 def open_session(artifact: Artifact, options: RunOptions) -> Session:
+    """Open a variant, or raise UnsupportedError if it does not run here."""
     backend = BACKENDS.get(artifact.variant.backend)
     support = backend.probe(this_machine(), artifact.variant)
     if not support.ok:
@@ -93,17 +98,17 @@ def open_session(artifact: Artifact, options: RunOptions) -> Session:
 
 
 def probe(entry: VariantEntry) -> Support:
-    """Whether a bundle's variant runs here; the backend of a package that is not installed says no like any other."""
+    """Return whether a variant of a bundle runs here; a missing package is a reason like any other."""
     try:
         support = BACKENDS.get(entry.backend).probe(this_machine(), entry.variant)
     except HastenError as error:
         return Support.no(error.message)
-    reason = why_not(entry.instructions, this_machine())
+    reason = incompatibility(entry.instructions, this_machine())
     return Support.no(reason) if support.ok and reason is not None else support
 
 
-def required(bundle: Bundle, entry: VariantEntry) -> Artifact:
-    """A variant that was asked for; where it does not run, the error names the one that does."""
+def require_variant(bundle: Bundle, entry: VariantEntry) -> Artifact:
+    """Return a variant that was requested by name; if it does not run here, the error names one that does."""
     support = probe(entry)
     if not support.ok:
         other = next((other.name for other in bundle.manifest.variants if probe(other).ok), None)
@@ -112,39 +117,40 @@ def required(bundle: Bundle, entry: VariantEntry) -> Artifact:
     return bundle.artifact(entry)
 
 
-def runnable(bundle: Bundle) -> Artifact:
-    """The first variant, in order of speed, that this machine can run; every one passed over is named.
+def first_runnable_variant(bundle: Bundle) -> Artifact:
+    """Return the fastest variant that runs here; skipped ones are logged.
 
-    Where none runs there is still the graph, which the base installation executes.
+    If none runs, the graph remains, which the base installation runs.
     """
-    passed_over: list[tuple[str, Support]] = []
+    skipped: list[tuple[str, Support]] = []
     for entry in bundle.manifest.variants:
         support = probe(entry)
         if support.ok:
-            _tell(passed_over, f"; using {entry.name} instead")
+            _log_skipped(skipped, f"; using {entry.name} instead")
             return bundle.artifact(entry)
-        passed_over.append((entry.name, support))
-    _tell(passed_over)
+        skipped.append((entry.name, support))
+    _log_skipped(skipped)
     if not bundle.manifest.graphs:
         raise UnsupportedError("no variant of the bundle runs here, and it has no portable graph to run instead")
     logger.warning("using the bundle's %s graph, which is slower", bundle.manifest.graph_precision)
     return bundle.graph()
 
 
-def _tell(passed_over: Sequence[tuple[str, Support]], then: str = "") -> None:
-    for name, support in passed_over:
+def _log_skipped(skipped: Sequence[tuple[str, Support]], suffix: str = "") -> None:
+    for name, support in skipped:
         hint = f" ({support.hint})" if support.hint else ""
-        logger.warning("passing over %s, which does not run here: %s%s%s", name, support.reason, hint, then)
+        logger.warning("skipping %s, which does not run here: %s%s%s", name, support.reason, hint, suffix)
 
 
-def tell_other_machine(bundle: Bundle, artifact: Artifact) -> None:
-    """Where other instructions or another version of the runtime may compute otherwise; a note for who looks for it."""
-    built, here = bundle.manifest.machine, this_machine()
+def _warn_other_machine(bundle: Bundle, artifact: Artifact) -> None:
+    """Log if other CPU instructions or library versions than at build time may change the results."""
+    built, current = bundle.manifest.machine, this_machine()
     packages = BACKENDS.get(artifact.variant.backend).requires
-    if built.instructions != here.instructions:
-        what = f"for {built.cpu}, and this is {here.cpu}"
-    elif changed := [name for name in packages if built.libraries.get(name) != here.libraries.get(name)]:
-        what = f"with {changed[0]} {built.libraries.get(changed[0])}, and this is {here.libraries.get(changed[0])}"
+    if built.instructions != current.instructions:
+        difference = f"on {built.cpu}, and this is {current.cpu}"
+    elif changed := [name for name in packages if built.libraries.get(name) != current.libraries.get(name)]:
+        name = changed[0]
+        difference = f"with {name} {built.libraries.get(name)}, and this is {current.libraries.get(name)}"
     else:
         return
-    logger.info("%s was proven %s: --strict, or hasten verify, proves it here", artifact.variant, what)
+    logger.info("%s was verified %s: --strict, or hasten verify, verifies it here", artifact.variant, difference)

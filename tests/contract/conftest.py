@@ -1,4 +1,4 @@
-"""Short ways to what the contract tests start from: a loaded model, its graphs, bundles to operate on."""
+"""Fixtures of contract tests: loaded models, their graphs, bundles to serve."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from typing import Any
 
 import pytest
 
-from drivers import driver
-from engines import with_engine
 from hasten.backends import Dialect
 from hasten.bundle import Bundle
+from support.fakes.cuda_driver import driver
+from support.fakes.engine_bundle import with_engine
 
 Loader = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
 def load_tiny() -> Loader:
-    """A directory as the builder loads it; keywords are the plan's."""
+    """Load a model directory as the builder does; keywords are fields of the plan."""
 
     def load(model: Path, **plan: Any) -> Any:
-        from hasten.builder.load import load_model
-        from hasten.builder.source import find_model
+        from hasten.builder.sources.locate import find_model
+        from hasten.builder.sources.pytorch_model import load_model
         from hasten.core.plan import Plan
 
-        wanted = Plan(model=str(model), **plan)
-        return load_model(find_model(wanted), wanted)
+        request = Plan(model=str(model), **plan)
+        return load_model(find_model(request), request)
 
     return load
 
 
 @pytest.fixture(scope="session")
 def make_graphs() -> Callable[..., dict[Dialect, Path]]:
-    """The graphs of a loaded model, by dialect, the way the build makes them."""
+    """Export the graphs of a loaded model, by dialect, as the build does."""
 
     def make(loaded: Any, folder: Path, *, external_data: bool = False) -> dict[Dialect, Path]:
-        from hasten.builder.export import EXTERNAL_DATA_BYTES, export
-        from hasten.builder.passes import apply_passes
+        from hasten.builder.export.encoder import EXTERNAL_DATA_BYTES, export
+        from hasten.builder.passes.pipeline import apply_passes
 
         graph = folder / "model.onnx"
         export(loaded, graph, external_data_bytes=0 if external_data else EXTERNAL_DATA_BYTES)
-        return apply_passes(graph, folder, loaded.config, external_data=external_data).by_dialect()
+        return apply_passes(graph, folder, loaded.config).by_dialect()
 
     return make
 
@@ -61,16 +61,16 @@ def classifier_bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: 
 
 @pytest.fixture(scope="session")
 def engine_bundle(classifier_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The same with an engine of TensorRT in front."""
+    """The classifier bundle with a TensorRT engine as its first variant."""
     return with_engine(classifier_bundle, tmp_path_factory.mktemp("operate"))
 
 
 @pytest.fixture(scope="session")
 def gpu() -> Callable[[], AbstractContextManager[pytest.MonkeyPatch]]:
-    """Where there is none, the session for it runs on the CPU, and nobody looks what landed there."""
+    """Use a GPU. Without one, the CUDA session runs on the CPU, and operator placement is not checked."""
     from hasten.backends import BACKENDS
     from hasten.backends.onnxruntime.cuda import CudaSession
-    from hasten.core.hardware import this_machine
+    from hasten.core.system.hardware import this_machine
     from hasten.core.variant import Support, Variant
 
     @contextmanager
@@ -87,7 +87,7 @@ def gpu() -> Callable[[], AbstractContextManager[pytest.MonkeyPatch]]:
 
 @pytest.fixture(scope="session")
 def gpu_bundle(tiny_classifier: Any, quick_build: Any, gpu: Any) -> Bundle:
-    """Built for one, in both precisions; the one of half precision is the faster."""
+    """A bundle for GPUs in both precisions, of which fp16 is the faster."""
     with gpu():
         names = ["onnxruntime-fp16@cuda", "onnxruntime-fp32@cuda"]
         return quick_build(tiny_classifier("bert"), variants=names, speeds={"onnxruntime-fp32@cuda": 2.0})
@@ -95,31 +95,31 @@ def gpu_bundle(tiny_classifier: Any, quick_build: Any, gpu: Any) -> Bundle:
 
 @pytest.fixture(scope="session")
 def other_bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The same model, with other words for its labels."""
+    """The same model with other label names."""
     target = tmp_path_factory.mktemp("operate") / "other"
     return quick_build(tiny_classifier("bert", labels=("x", "y", "z")), target, variants=["onnxruntime-fp32"])
 
 
 @pytest.fixture(scope="session")
-def obstinate_bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """For another package's backend, which no other test sees: operating.obstinacy makes it known to a server."""
-    from operating import install_obstinate
+def faulty_bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle for a backend that only servers with `faulty_environment` find."""
+    from support.faulty_backend import install_faulty_backend
 
     folder = tmp_path_factory.mktemp("operate")
-    install_obstinate(folder / "site")
+    install_faulty_backend(folder / "site")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OBSTINATE", str(folder))
+        patch.setenv("FAULTY_FOLDER", str(folder))
         patch.syspath_prepend(folder / "site")
-        return quick_build(tiny_classifier("bert"), folder / "obstinate", variants=["obstinate-fp32"])
+        return quick_build(tiny_classifier("bert"), folder / "faulty", variants=["faulty-fp32"])
 
 
 @pytest.fixture
 def standin(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    """A GPU and a TensorRT that are none (tests/tensorrt_standin), in the place of any that there may be."""
+    """Replace TensorRT and the GPU by fakes (tests/support/fakes/tensorrt)."""
     from hasten.backends.tensorrt import engine
-    from hasten.core.hardware import this_machine
+    from hasten.core.system.hardware import this_machine
 
-    folder = Path(__file__).parents[1] / "tensorrt_standin"
+    folder = Path(__file__).parents[1] / "support" / "fakes" / "tensorrt"
     names = ("tensorrt", "cuda", "cuda.bindings", "cuda.bindings.runtime")
     caches = (engine._log, engine.loading_error, this_machine)
     before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
@@ -137,29 +137,29 @@ def standin(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def free_port() -> int:
-    """For a server that must be found where it was before, or before it says where it is."""
+    """Return a port for a server that must be reachable before it reports its own."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
 
 
 @pytest.fixture
 def no_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a failed build was to write; afterwards nothing may lie there, nor in the temporary directory."""
-    place, temporary = tmp_path / "place", tmp_path / "temporary"
-    place.mkdir()
+    """Return the target of a build that fails; afterwards it and the temporary directory must be empty."""
+    parent, temporary = tmp_path / "parent", tmp_path / "temporary"
+    parent.mkdir()
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    # PyTorch makes its compiler's cache there as soon as it is imported.
+    # PyTorch creates its compiler cache there on import.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    yield place / "bundle"
-    assert list(place.iterdir()) == []
+    yield parent / "bundle"
+    assert list(parent.iterdir()) == []
     assert list(temporary.iterdir()) == []
 
 
 @pytest.fixture(scope="session")
 def writer_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A tiny model that writes, and never ends by itself."""
-    import writer_bundles
+    """A tiny generative model that never emits an end token."""
+    from support.models import generation_bundles
 
     folder = tmp_path_factory.mktemp("writer")
-    return writer_bundles.build(writer_bundles.save(folder / "model"), folder / "writer")
+    return generation_bundles.build(generation_bundles.save(folder / "model"), folder / "writer")

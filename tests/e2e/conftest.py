@@ -1,4 +1,4 @@
-"""Real weights that come as a package, and texts for them."""
+"""MiniLM's weights, which come as a package, and texts for it."""
 
 from __future__ import annotations
 

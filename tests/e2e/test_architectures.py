@@ -1,4 +1,4 @@
-"""The support table, found again: a cell that says yes works, one that says no fails for the same reason."""
+"""The published support table is reproduced: supported cells work, the others fail for the recorded reason."""
 
 from __future__ import annotations
 
@@ -9,29 +9,33 @@ from multiprocessing import get_context
 
 import pytest
 
-import support
-import tiny
-from hasten.core.hardware import usable_cores
+import architecture_support
+from hasten.core.system.hardware import usable_cores
+from support.models import tiny_encoders
 
-TABLE = json.loads(support.FILE.read_bytes())["tasks"]
+TABLE = json.loads(architecture_support.FILE.read_bytes())["tasks"]
 
-Studies = Mapping[str, Future[dict[str, support.Entry]]]
+Studies = Mapping[str, Future[dict[str, architecture_support.Entry]]]
 
 
 @pytest.fixture(scope="module")
 def studies(request: pytest.FixtureRequest) -> Iterator[Studies]:
-    """Of all that are asked for, in a process a core: tiny models spend their time in Python."""
+    """Studies of the selected architectures, in one process per core: tiny models spend their time in Python."""
     import torch
 
-    asked = [item.callspec.params["architecture"] for item in request.session.items if item.path == request.path]
+    selected = [item.callspec.params["architecture"] for item in request.session.items if item.path == request.path]
     with ProcessPoolExecutor(usable_cores(), get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        yield {name: pool.submit(support.study, name, [support.ORT_FP32]) for name in asked}
+        yield {
+            name: pool.submit(architecture_support.study, name, [architecture_support.ORT_FP32]) for name in selected
+        }
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_the_table_tells_the_truth(studies: Studies, architecture: str) -> None:
+@pytest.mark.parametrize("architecture", tiny_encoders.ARCHITECTURES)
+def test_architecture_gives_the_recorded_results(studies: Studies, architecture: str) -> None:
     for task, entry in studies[architecture].result().items():
-        written = TABLE[task][architecture]
-        assert entry.results[support.ORT_FP32.name] == written["results"][support.ORT_FP32.name], task
-        assert (entry.attention_fused, entry.layers) == (written["attention_fused"], written["layers"]), task
+        recorded = TABLE[task][architecture]
+        assert (
+            entry.results[architecture_support.ORT_FP32.name] == recorded["results"][architecture_support.ORT_FP32.name]
+        ), task
+        assert (entry.attention_fused, entry.layers) == (recorded["attention_fused"], recorded["layers"]), task

@@ -1,4 +1,4 @@
-"""Token vectors of real weights: those of transformers' pipeline, text by text."""
+"""Token vectors of MiniLM equal those of transformers' feature-extraction pipeline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VARIANTS = ["onnxruntime-fp32", "openvino-fp32"]
 
 @pytest.fixture(scope="module")
 def bundle(minilm: str, quick_build: Any) -> Path:
-    """A model in sentence-transformers' layout, asked for its tokens instead."""
+    """A model in sentence-transformers' layout, built for token vectors instead of embeddings."""
     return quick_build(minilm, task="feature-extraction", variants=VARIANTS, keep="all", threads=None).path
 
 
@@ -27,7 +27,7 @@ def pipeline(minilm: str) -> Any:
     return transformers.pipeline("feature-extraction", minilm, device="cpu")
 
 
-def test_real_vectors_are_the_pipelines(bundle: Path, pipeline: Any) -> None:
+def test_token_vectors_equal_the_pipeline(bundle: Path, pipeline: Any) -> None:
     texts = sample_texts()[:100]
     theirs = pipeline(texts, truncation=True, return_tensors=True)
     for variant in VARIANTS:
@@ -38,7 +38,7 @@ def test_real_vectors_are_the_pipelines(bundle: Path, pipeline: Any) -> None:
             np.testing.assert_allclose(our, their.numpy(), atol=1e-4, strict=True)
 
 
-def test_one_text_is_one_array(bundle: Path, pipeline: Any) -> None:
+def test_single_text_gives_one_array(bundle: Path, pipeline: Any) -> None:
     with hasten.load(bundle) as predictor:
         ours = predictor("How do I reset my password?")
     assert ours.shape == (1, 9, 384)

@@ -1,4 +1,4 @@
-"""Ctrl-C, a full disk and a model past 2 GiB, on real processes."""
+"""Builds under Ctrl-C, with a full disk and with a model above 2 GiB, in real processes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any
 import pytest
 
 
-def command(model: str, output: Path, data: Path, *words: str) -> list[str]:
-    """A build of one variant, judged on a few texts: what is interrupted is the same with twenty."""
-    about = ["-o", str(output), "--variants", "onnxruntime-fp32", "--data", str(data), "-b", "1", "-s", "16"]
-    return [sys.executable, "-m", "hasten", "build", model, *about, *words]
+def build_command(model: str, output: Path, data: Path, *arguments: str) -> list[str]:
+    """Return a build of one variant that is verified on a few texts."""
+    options = ["-o", str(output), "--variants", "onnxruntime-fp32", "--data", str(data), "-b", "1", "-s", "16"]
+    return [sys.executable, "-m", "hasten", "build", model, *options, *arguments]
 
 
 @pytest.mark.parametrize(
     ("after", "number"), [("load", signal.SIGINT), ("search", signal.SIGINT), ("export", signal.SIGTERM)]
 )
-def test_an_interrupted_build_leaves_nothing(
+def test_interrupted_build_leaves_no_files(
     tiny_classifier: Any, tmp_path: Path, texts_file: Path, after: str, number: signal.Signals
 ) -> None:
-    """A tiny model will do: the benchmark starts processes, and the signal is there before they are."""
+    """A tiny model suffices: the signal arrives before the benchmark has started its processes."""
     (tmp_path / "tmp").mkdir()
     (tmp_path / "out").mkdir()
     with subprocess.Popen(
-        command(str(tiny_classifier("bert")), tmp_path / "out" / "bundle", texts_file),
+        build_command(str(tiny_classifier("bert")), tmp_path / "out" / "bundle", texts_file),
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -57,29 +57,29 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         ["mount", "-t", "tmpfs", "-o", "size=60m", "tmpfs", str(disk)], capture_output=True, check=False
     )
     if mounted.returncode != 0:
-        pytest.skip("a file system of limited size cannot be mounted here")
+        pytest.skip("cannot mount a file system of limited size")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("place", ["output", "temporary"])
-def test_a_full_disk_is_one_clear_line(
-    minilm: str, small_disk: Path, tmp_path: Path, texts_file: Path, place: str
+@pytest.mark.parametrize("full_folder", ["output", "temporary"])
+def test_full_disk_is_reported_without_a_traceback(
+    minilm: str, small_disk: Path, tmp_path: Path, texts_file: Path, full_folder: str
 ) -> None:
-    output = (small_disk if place == "output" else tmp_path) / "bundle"
-    environment = dict(os.environ) if place == "output" else {**os.environ, "TMPDIR": str(small_disk)}
-    words = command(minilm, output, texts_file, "--bench-budget", "1s")
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    output = (small_disk if full_folder == "output" else tmp_path) / "bundle"
+    environment = dict(os.environ) if full_folder == "output" else {**os.environ, "TMPDIR": str(small_disk)}
+    command = build_command(minilm, output, texts_file, "--bench-budget", "1s")
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 4, done.stderr
     assert "disk is full" in done.stderr
     assert "Traceback" not in done.stderr
     assert not output.exists()
-    # torch leaves an empty cache folder of its own there.
+    # torch leaves an empty cache folder there.
     assert [entry.name for entry in small_disk.iterdir() if "torchinductor" not in entry.name] == []
 
 
-def test_a_model_past_two_gigabytes(tmp_path: Path, quick_build: Any) -> None:
-    """Its weights are one huge embedding table, so that only the size is large, not the time."""
+def test_model_above_two_gibibytes_is_built(tmp_path: Path, quick_build: Any) -> None:
+    """Its weights are one huge embedding table, so that it is large but fast."""
     import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -89,8 +89,8 @@ def test_a_model_past_two_gigabytes(tmp_path: Path, quick_build: Any) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if shutil.disk_usage(tmp_path).free < 20e9 or memory < 16e9:
         pytest.skip("needs 20 GB of disk and 16 GB of memory")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "i", "am", "late", "and", "love", "it"]
-    raw = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="[UNK]"))
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "i", "am", "late", "and", "love", "it"]
+    raw = Tokenizer(models.WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     raw.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
@@ -105,13 +105,13 @@ def test_a_model_past_two_gigabytes(tmp_path: Path, quick_build: Any) -> None:
     )
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=len(words), hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
+        vocab_size=len(vocabulary), hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
         max_position_embeddings=64,
     )  # fmt: skip
     model = transformers.BertForSequenceClassification(config)
-    # Of the same few rows over and over: half a billion random numbers take half a minute.
+    # The same few rows are repeated: half a billion random numbers would take half a minute.
     config.vocab_size = 8_400_000
-    rows = model.bert.embeddings.word_embeddings.weight.detach().repeat(config.vocab_size // len(words), 1)
+    rows = model.bert.embeddings.word_embeddings.weight.detach().repeat(config.vocab_size // len(vocabulary), 1)
     model.bert.embeddings.word_embeddings = torch.nn.Embedding.from_pretrained(rows, freeze=False, padding_idx=0)
     source = tmp_path / "model"
     model.save_pretrained(source, max_shard_size="1GB")

@@ -1,4 +1,4 @@
-"""What is written for Kubernetes and KServe, taken by Kustomize itself and by the models of KServe's own client."""
+"""Validate manifests with the models of KServe's own client."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import shlex
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,20 +13,18 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("kubernetes_validate", reason="manifests.py holds manifests against Kubernetes' schemas")
+pytest.importorskip("kubernetes_validate", reason="manifests are validated with Kubernetes' schemas")
 
-import yaml
 
-import installed
-import kserve_models
-import manifests
-from engines import with_variant
 from hasten.bundle import open_bundle
 from hasten.cli import main
 from hasten.core.variant import Variant
+from scripts import kserve_models
+from support import kubernetes_schemas, virtualenvs
+from support.fakes.engine_bundle import with_variant
 
 STORED = "--storage s3://models/search"
-WAYS = [
+OPTIONS = [
     "",
     f"{STORED} --protocol grpc-v2 --cluster-wide --keys-secret keys",
     f"{STORED} --mode knative --protocol grpc-v2",
@@ -39,24 +36,24 @@ Check = Callable[[list[Any]], list[list[str]]]
 
 
 @pytest.fixture(scope="module")
-def check(pytestconfig: pytest.Config) -> Check:
-    """It pins what we do not (NumPy, FastAPI, Ray), so it comes without what it depends on; its models need little."""
-    place = installed.folder(pytestconfig, "kserve")
-    python = installed.python(place, "--no-deps kserve", "kubernetes six")
+def check() -> Check:
+    """Validate with KServe's client, installed without its dependencies, whose pins conflict with hasten's."""
+    folder = virtualenvs.folder("kserve")
+    python = virtualenvs.python(folder, "--no-deps kserve", "kubernetes six")
 
     def run(documents: list[Any]) -> list[list[str]]:
-        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        process = subprocess.run(
             [python, kserve_models.__file__],
             input=json.dumps(documents),
             capture_output=True,
             text=True,
             check=False,
-            env=clean,
+            env=environment,
         )
-        assert done.returncode == 0, done.stderr
-        found: list[list[str]] = json.loads(done.stdout)
-        return found
+        assert process.returncode == 0, process.stderr
+        errors: list[list[str]] = json.loads(process.stdout)
+        return errors
 
     return run
 
@@ -67,28 +64,30 @@ def bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: pytest.Temp
     return quick_build(tiny_classifier("bert"), target, variants=["onnxruntime-fp32"]).path
 
 
-def written(bundle: Path, target: Path, words: str) -> list[Any]:
+def write_manifests(bundle: Path, target: Path, words: str) -> list[Any]:
     assert main(["deploy", "kserve", str(bundle), "-o", str(target), *shlex.split(words)]) == 0
-    return [document for document in manifests.read(target).values() if document["kind"] != "Kustomization"]
+    return [document for document in kubernetes_schemas.read(target).values() if document["kind"] != "Kustomization"]
 
 
 @pytest.fixture(scope="module")
 def on_gpu(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with a variant for GPUs in front."""
+    """The same bundle with a GPU variant as the fastest."""
     variant, plain = Variant.parse("onnxruntime-fp16@cuda"), open_bundle(bundle)
     folder = tmp_path_factory.mktemp("gpu")
     return with_variant(plain, folder, variant, {"model.onnx": plain.graph().path().read_bytes()}).path
 
 
-@pytest.mark.parametrize("which", ["bundle", "on_gpu"])
-def test_the_models_of_its_client_take_what_is_written(
-    check: Check, which: str, tmp_path: Path, request: pytest.FixtureRequest
+@pytest.mark.parametrize("fixture", ["bundle", "on_gpu"])
+def test_kserves_client_accepts_the_manifests(
+    check: Check, fixture: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    bundle = request.getfixturevalue(which)
+    bundle = request.getfixturevalue(fixture)
     documents = [
-        document for place, words in enumerate(WAYS) for document in written(bundle, tmp_path / str(place), words)
+        document
+        for number, words in enumerate(OPTIONS)
+        for document in write_manifests(bundle, tmp_path / str(number), words)
     ]
-    assert ("nvidia.com/gpu" in json.dumps(documents)) == (which == "on_gpu")
+    assert ("nvidia.com/gpu" in json.dumps(documents)) == (fixture == "on_gpu")
     assert {document["kind"] for document in documents} == {
         "InferenceService",
         "ServingRuntime",
@@ -97,23 +96,9 @@ def test_the_models_of_its_client_take_what_is_written(
     assert check(documents) == [[]] * len(documents)
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-@pytest.mark.parametrize("words", ["kubernetes {}", f"kserve {{}} {STORED} --cluster-wide"])
-def test_kubectl_puts_it_together(bundle: Path, tmp_path: Path, words: str) -> None:
-    """Kustomize itself, which needs no cluster: all of it, and nothing changed."""
-    target = tmp_path / "written"
-    command = [*shlex.split(words.format(bundle)), "-o", str(target), "--namespace", "search"]
-    assert main(["deploy", *command]) == 0
-    done = subprocess.run(["kubectl", "kustomize", target], capture_output=True, text=True, check=True)
-    listed = yaml.safe_load((target / "kustomization.yaml").read_text())["resources"]
-    documents = [yaml.safe_load((target / name).read_text()) for name in listed]
-    made = {document["kind"]: document for document in yaml.safe_load_all(done.stdout)}
-    assert made == {document["kind"]: document for document in documents}
-
-
-def test_they_refuse_what_is_broken(check: Check, bundle: Path, tmp_path: Path) -> None:
-    """One thing at a time: without this the test above would prove nothing."""
-    documents = {document["kind"]: document for document in written(bundle, tmp_path / "whole", STORED)}
+def test_kserves_client_rejects_invalid_manifests(check: Check, bundle: Path, tmp_path: Path) -> None:
+    """One defect at a time; this shows that the test above can fail."""
+    documents = {document["kind"]: document for document in write_manifests(bundle, tmp_path / "whole", STORED)}
     service, runtime = documents["InferenceService"], documents["ServingRuntime"]
     breaks: list[tuple[Any, Callable[[Any], object]]] = [
         (service, lambda spec: spec["predictor"].update(minReplicas="two")),
@@ -128,8 +113,8 @@ def test_they_refuse_what_is_broken(check: Check, bundle: Path, tmp_path: Path) 
     ]
     broken = []
     for document, change in breaks:
-        one = copy.deepcopy(document)
-        change(one["spec"])
-        broken.append(one)
-    found = check(broken)
-    assert [bool(errors) for errors in found] == [True] * len(breaks), found
+        invalid = copy.deepcopy(document)
+        change(invalid["spec"])
+        broken.append(invalid)
+    results = check(broken)
+    assert [bool(errors) for errors in results] == [True] * len(breaks), results

@@ -1,4 +1,4 @@
-"""The README's promise on real weights: build, answer, prove again, all through the command line."""
+"""Build, run, verify and bench MiniLM on the command line, as in the README."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import pytest
 TEXTS = ["How do I reset my password?", "I forgot my login, help!", "The weather is lovely today."]
 
 
-def hasten(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def hasten(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "hasten", *map(str, words)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "hasten", *map(str, arguments)], capture_output=True, text=True, check=False
     )
 
 
 @pytest.fixture(scope="session")
 def bundle(minilm: str, few_texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("e2e") / "minilm"
-    quick = ("--budget", "20s", "--bench-budget", "4s", "-b", "1", "2", "4", "-s", "16", "32", "64")
+    quick = ("--search-budget", "20s", "--bench-budget", "4s", "-b", "1", "2", "4", "-s", "16", "32", "64")
     built = hasten("build", minilm, "-o", target, "--data", few_texts, *quick)
     assert built.returncode == 0, built.stderr
     return target
@@ -35,7 +35,7 @@ def vectors(bundle: Path, texts: Sequence[str]) -> np.ndarray:
     return np.asarray(json.loads(answered.stdout), np.float32)
 
 
-def test_the_bundle_answers_like_sentence_transformers(bundle: Path, minilm: str) -> None:
+def test_embeddings_equal_sentence_transformers(bundle: Path, minilm: str) -> None:
     from sentence_transformers import SentenceTransformer
 
     expected = SentenceTransformer(minilm, device="cpu").encode(TEXTS)
@@ -44,33 +44,33 @@ def test_the_bundle_answers_like_sentence_transformers(bundle: Path, minilm: str
     assert ((ours * expected).sum(axis=1)).min() >= 0.999
 
 
-def test_the_report_explains_every_candidate(bundle: Path) -> None:
+def test_report_gives_a_reason_for_every_candidate(bundle: Path) -> None:
     report = json.loads((bundle / "report.json").read_text())
     status = {candidate["variant"]: candidate["status"] for candidate in report["candidates"]}
     assert status["torch-fp32"] == "baseline"
     assert list(status.values()).count("chosen") == 1
     assert all(candidate["reason"] for candidate in report["candidates"])
-    # The dynamic int8 that everyone recommends is exactly what the gate is for: it wrecks these embeddings.
+    # The commonly recommended dynamic int8 ruins these embeddings, so the gate rejects it.
     assert status["onnxruntime-int8"] == "inaccurate"
     timed = {timing["variant"] for timing in report["bench"]["timings"]}
     assert "onnxruntime-int8" not in timed
 
 
-def test_it_verifies_again(bundle: Path) -> None:
+def test_bundle_passes_verification(bundle: Path) -> None:
     verified = hasten("verify", bundle, "--json")
     assert verified.returncode == 0, verified.stderr
     assert all(candidate["verdict"]["passed"] for candidate in json.loads(verified.stdout) if candidate["verdict"])
 
 
-def test_it_is_timed_again_against_the_original(bundle: Path) -> None:
-    timed = hasten("bench", bundle, "--budget", "3s", "-b", "1", "-s", "16", "--json")
+def test_bench_compares_with_the_baseline(bundle: Path) -> None:
+    timed = hasten("bench", bundle, "--bench-budget", "3s", "-b", "1", "-s", "16", "--json")
     assert timed.returncode == 0, timed.stderr
     document = json.loads(timed.stdout)
     assert document["bench"]["baseline"] == "torch-fp32"
     assert {timing["shape"]["sequence"] for timing in document["bench"]["timings"]} == {16}
 
 
-def test_answering_needs_neither_torch_nor_transformers(bundle: Path) -> None:
+def test_prediction_imports_neither_torch_nor_transformers(bundle: Path) -> None:
     program = (
         "import sys, hasten; v = hasten.load(sys.argv[1])(['a text']); "
         "print(v.shape, [m for m in ('torch', 'transformers', 'onnx') if m in sys.modules])"
@@ -79,17 +79,17 @@ def test_answering_needs_neither_torch_nor_transformers(bundle: Path) -> None:
     assert done.stdout.strip() == "(1, 384) []"
 
 
-def test_a_tampered_bundle_is_refused(bundle: Path, tmp_path: Path) -> None:
+def test_bundle_with_modified_weights_is_rejected(bundle: Path, tmp_path: Path) -> None:
     import shutil
 
     copy = tmp_path / "copy"
     shutil.copytree(bundle, copy)
-    victim = max((copy / "variants").rglob("*"), key=lambda file: file.stat().st_size if file.is_file() else 0)
-    with victim.open("r+b") as stream:
-        stream.seek(victim.stat().st_size // 2)
+    largest = max((copy / "variants").rglob("*"), key=lambda file: file.stat().st_size if file.is_file() else 0)
+    with largest.open("r+b") as stream:
+        stream.seek(largest.stat().st_size // 2)
         stream.write(b"\xff" * 16)
-    name = victim.relative_to(copy / "variants").parts[0]
-    refused = hasten("run", copy, "text", "--variant", name)
-    assert refused.returncode == 6
-    assert "does not match its hash" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    name = largest.relative_to(copy / "variants").parts[0]
+    rejected = hasten("run", copy, "text", "--variant", name)
+    assert rejected.returncode == 6
+    assert "does not match its hash" in rejected.stderr
+    assert "Traceback" not in rejected.stderr

@@ -1,4 +1,4 @@
-"""A real fine-tuned model on real questions: F1 and exact match are the published ones, answers the pipeline's."""
+"""A fine-tuned question answering model reaches its published F1 and exact match and answers like the pipeline."""
 
 from __future__ import annotations
 
@@ -13,70 +13,75 @@ from typing import Any
 import pytest
 
 import hasten
-from hasten.core.progress import Silent
-from hasten.measure.verify import expect
+from hasten.core.progress import SilentProgress
+from hasten.measure.encoder_gate import expect
 
 Row = dict[str, Any]
 
 VARIANT = "onnxruntime-fp32"
-# F1 and exact match by number of questions: those that have an answer, and all.
+# F1 and exact match by number of questions: the answerable ones, and all.
 ANSWERABLE = 1190
 PUBLISHED = {ANSWERABLE: (0.6049, 0.4706), 1587: (0.6939, 0.5948)}
-FEW = 60
+SAMPLE_ROWS = 60
 RECORDED = Path(__file__).parents[1] / "contract" / "recorded" / "question_answering_xquad.json"
 
 
 @pytest.fixture(scope="module")
 def rows(real_data: Path) -> list[Row]:
-    """Those that have an answer come first."""
+    """All questions; the answerable ones come first."""
     lines = (real_data / "xquad_en.jsonl").read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines if line]
 
 
 @pytest.fixture(scope="module")
-def few(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sample_file(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("qa") / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows[:FEW]), encoding="utf-8")
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows[:SAMPLE_ROWS]), encoding="utf-8")
     return file
 
 
 @pytest.fixture(scope="module")
-def bundle(real_models: Callable[[str], Path], quick_build: Any, few: Path) -> Path:
-    return quick_build(real_models("qa"), variants=[VARIANT], data=few, threads=None).path
+def bundle(real_models: Callable[[str], Path], quick_build: Any, sample_file: Path) -> Path:
+    return quick_build(real_models("qa"), variants=[VARIANT], data=sample_file, threads=None).path
 
 
-def test_verify_reproduces_the_published_scores(bundle: Path, rows: list[Row], few: Path) -> None:
-    """Where some have no answer, none may be given; where all have one, one is forced. The command finds the same."""
+def test_verify_reproduces_the_published_scores(bundle: Path, rows: list[Row], sample_file: Path) -> None:
+    """An empty answer is allowed only if some questions are unanswerable. The command line gives the same scores."""
     assert sum(bool(row["answers"]["text"]) for row in rows[:ANSWERABLE]) == ANSWERABLE
     with hasten.load(bundle, VARIANT) as answer:
-        everything = expect(answer, rows, Silent())
+        everything = expect(answer, rows, SilentProgress())
         scores = {len(rows): everything.metric}
-        for count in (ANSWERABLE, FEW):
+        for count in (ANSWERABLE, SAMPLE_ROWS):
             outputs = everything.first(count, answer.session.spec.signature)
-            scores[count] = expect(answer, rows[:count], Silent(), outputs).metric
+            scores[count] = expect(answer, rows[:count], SilentProgress(), outputs).metric
     for count, (f1, exact) in PUBLISHED.items():
         assert (scores[count].name, scores[count].rows) == ("F1", count)
         assert scores[count].value == pytest.approx(f1, abs=5e-4)
         assert scores[count].also["exact match"] == pytest.approx(exact, abs=5e-4)
-    command = [sys.executable, "-m", "hasten", "verify", str(bundle), "--data", str(few), "--json", "--quiet"]
+    command = [sys.executable, "-m", "hasten", "verify", str(bundle), "--data", str(sample_file), "--json", "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     verdicts = {entry["variant"]: entry["verdict"] for entry in json.loads(done.stdout) if entry["verdict"]}
     for metric in (verdicts[VARIANT]["metric"], verdicts[VARIANT]["reference_metric"]):
-        assert metric == {"name": "F1", "rows": FEW, "value": scores[FEW].value, "also": scores[FEW].also}
+        assert metric == {
+            "name": "F1",
+            "rows": SAMPLE_ROWS,
+            "value": scores[SAMPLE_ROWS].value,
+            "also": scores[SAMPLE_ROWS].also,
+        }
     assert verdicts[VARIANT]["agreement"]["flips"] == 0
 
 
 def test_answers_equal_the_pipeline(bundle: Path, rows: list[Row]) -> None:
-    """Those recorded with transformers 4.57, the questions of each set of options asked together."""
+    """The pipeline's answers were recorded with transformers 4.57; questions with the same options share a batch."""
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
     batches = defaultdict(list)
-    for place, which, theirs in recorded["answers"]:
-        batches[which].append((rows[place], theirs if isinstance(theirs[0], list) else [theirs]))
+    for row_index, option_index, theirs in recorded["answers"]:
+        batches[option_index].append((rows[row_index], theirs if isinstance(theirs[0], list) else [theirs]))
     compared = empty = 0
     with hasten.load(bundle, VARIANT) as answer:
-        for which, batch in batches.items():
-            answers = answer([row for row, _ in batch], **recorded["options"][which])
+        for option_index, batch in batches.items():
+            answers = answer([row for row, _ in batch], **recorded["options"][option_index])
             for (row, theirs), ours in zip(batch, answers, strict=True):
                 spans = ours if isinstance(ours, list) else [ours]
                 assert [(span["start"], span["end"]) for span in spans] == [(start, end) for _, start, end in theirs]

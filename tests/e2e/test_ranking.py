@@ -1,7 +1,6 @@
-"""Zero-shot classification and ranking with real weights on real texts.
+"""Zero-shot classification and ranking with trained weights on real texts.
 
-The fine-tuned sentiment model stands in for both: what it answers means nothing, but its numbers are those of a trained
-model, not of random weights.
+Both use the fine-tuned sentiment model: its answers mean nothing here, but its scores are those of a trained model.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import pytest
 import hasten
 
 LABELS = ["a film", "the acting", "politics"]
-ONE: dict[str, Any] = {"variants": ["onnxruntime-fp32"], "threads": None}
+SINGLE_VARIANT: dict[str, Any] = {"variants": ["onnxruntime-fp32"], "threads": None}
 
 RealModels = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
 def scorer(real_models: RealModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One output instead of two, saved as a cross-encoder: how much more one label says than the other."""
+    """A cross-encoder whose single output is the difference of the classifier's two logits."""
     import torch
     import transformers
     from sentence_transformers import CrossEncoder
@@ -48,19 +47,19 @@ def scorer(real_models: RealModels, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def questions(real_data: Path) -> list[dict[str, Any]]:
-    """Questions with paragraphs, one of which holds the answer, some past the model's limit."""
+    """Questions with paragraphs, one of which holds the answer; some exceed the model's limit."""
     rows = [json.loads(line) for line in (real_data / "xquad_en.jsonl").read_text(encoding="utf-8").splitlines()]
     contexts = list(dict.fromkeys(row["context"] for row in rows))
-    asked = []
-    for place, row in enumerate(rows[::60][:3]):
-        others = [context for context in contexts[place::40] if context != row["context"]][:4]
+    questions = []
+    for index, row in enumerate(rows[::60][:3]):
+        others = [context for context in contexts[index::40] if context != row["context"]][:4]
         documents = [*others[:2], row["context"], *others[2:], " ".join(others)]
         relevance = [int(document == row["context"]) for document in documents]
-        asked.append({"query": row["question"], "documents": documents, "relevance": relevance})
-    return asked
+        questions.append({"query": row["question"], "documents": documents, "relevance": relevance})
+    return questions
 
 
-def write(file: Path, rows: list[dict[str, Any]]) -> None:
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -70,10 +69,10 @@ def test_zero_shot_answers_equal_the_pipeline(
     import transformers
 
     texts = [json.loads(line)["text"] for line in (real_data / "sst2_validation.jsonl").read_text().splitlines()[:30]]
-    texts.append(" ".join(texts))  # far past the limit
+    texts.append(" ".join(texts))  # far beyond the model's limit
     model, bundle, file = real_models("sst2"), tmp_path / "bundle", tmp_path / "rows.jsonl"
-    write(file, [{"text": text, "candidate_labels": LABELS} for text in texts])
-    quick_build(model, bundle, task="zero-shot-classification", data=file, **ONE)
+    write_rows(file, [{"text": text, "candidate_labels": LABELS} for text in texts])
+    quick_build(model, bundle, task="zero-shot-classification", data=file, **SINGLE_VARIANT)
     pipeline = transformers.pipeline("zero-shot-classification", str(model), device="cpu")
     with hasten.load(bundle) as classify:
         for is_multi in (False, True):
@@ -96,14 +95,14 @@ def test_rankings_equal_the_cross_encoder(
     from sentence_transformers.cross_encoder.evaluation import CrossEncoderRerankingEvaluator
 
     bundle, file = tmp_path / "bundle", tmp_path / "rows.jsonl"
-    write(file, questions)
-    built = quick_build(scorer, bundle, data=file, **ONE)
+    write_rows(file, questions)
+    built = quick_build(scorer, bundle, data=file, **SINGLE_VARIANT)
     assert built.manifest.task.name == "text-ranking"
-    original = CrossEncoder(str(scorer), device="cpu")
+    reference = CrossEncoder(str(scorer), device="cpu")
     with hasten.load(bundle) as rank:
         for row in questions:
             ours = rank(row, return_documents=True)
-            theirs = original.rank(row["query"], row["documents"], return_documents=True)
+            theirs = reference.rank(row["query"], row["documents"], return_documents=True)
             assert [entry["text"] for entry in ours] == [entry["text"] for entry in theirs]
             assert [entry["corpus_id"] for entry in ours] == [entry["corpus_id"] for entry in theirs]
             np.testing.assert_allclose(
@@ -112,13 +111,17 @@ def test_rankings_equal_the_cross_encoder(
     samples = [
         {
             "query": row["query"],
-            "positive": [text for text, right in zip(row["documents"], row["relevance"], strict=True) if right],
-            "negative": [text for text, right in zip(row["documents"], row["relevance"], strict=True) if not right],
+            "positive": [
+                text for text, is_relevant in zip(row["documents"], row["relevance"], strict=True) if is_relevant
+            ],
+            "negative": [
+                text for text, is_relevant in zip(row["documents"], row["relevance"], strict=True) if not is_relevant
+            ],
         }
         for row in questions
     ]
-    expected = CrossEncoderRerankingEvaluator(samples, write_csv=False)(original)
-    (verdict,) = [found.verdict for found in built.report.candidates if found.verdict]
+    expected = CrossEncoderRerankingEvaluator(samples, write_csv=False)(reference)
+    (verdict,) = [candidate.verdict for candidate in built.report.candidates if candidate.verdict]
     assert verdict.metric.value == pytest.approx(expected["ndcg@10"])
     assert verdict.metric.also == {"MRR@10": pytest.approx(expected["mrr@10"]), "MAP": pytest.approx(expected["map"])}
     command = [sys.executable, "-m", "hasten", "run", str(bundle), "--input", str(file), "-O", "top_k=1", "--quiet"]
@@ -127,15 +130,17 @@ def test_rankings_equal_the_cross_encoder(
     assert all(len(json.loads(line)) == 1 for line in lines)
 
 
-def test_classes_of_pairs_equal_the_cross_encoder(
+def test_pair_classification_equals_the_cross_encoder(
     real_models: RealModels, real_data: Path, quick_build: Any, tmp_path: Path
 ) -> None:
     from sentence_transformers import CrossEncoder
 
     rows = [json.loads(line) for line in (real_data / "stsb_validation.jsonl").read_text().splitlines()[:150]]
     pairs = [[row["text"], row["text_pair"]] for row in rows]
-    write(tmp_path / "rows.jsonl", [{"text": text, "text_pair": other} for text, other in pairs])
-    quick_build(real_models("sst2"), tmp_path / "b", task="text-ranking", data=tmp_path / "rows.jsonl", **ONE)
+    write_rows(tmp_path / "rows.jsonl", [{"text": text, "text_pair": other} for text, other in pairs])
+    quick_build(
+        real_models("sst2"), tmp_path / "b", task="text-ranking", data=tmp_path / "rows.jsonl", **SINGLE_VARIANT
+    )
     with hasten.load(tmp_path / "b") as score:
         theirs = CrossEncoder(str(real_models("sst2")), device="cpu").predict(pairs)
         assert theirs.shape == (150, 2)

@@ -1,4 +1,4 @@
-"""What the rewrites are for, on real weights: int8 embeddings that point where the float ones do."""
+"""Smoothing and outlier split keep int8 embeddings of real weights close to the fp32 ones."""
 
 from __future__ import annotations
 
@@ -10,72 +10,74 @@ import numpy as np
 import pytest
 
 from hasten.core.tensors import Batch, pad
-from hasten.quantize.calibration import Calibration
-from hasten.quantize.dynamic import quantize_dynamic
-from hasten.quantize.propose import propose
+from hasten.quantize.analysis.calibration import Calibration
+from hasten.quantize.methods.dynamic import quantize_dynamic
 from hasten.quantize.recipe import Method, Recipe
-from hasten.quantize.rewrite import rewrite
+from hasten.quantize.rewrites.apply_rewrites import rewrite
+from hasten.quantize.rewrites.smoothing_search import search_smoothing
+from support.int8 import needs_exact_int8_sums
 
 
 @pytest.fixture(scope="module")
 def fused(minilm: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The fused graph, and a way from texts to rows."""
-    from hasten.builder.export import export
-    from hasten.builder.load import load_model
-    from hasten.builder.passes import apply_passes
-    from hasten.builder.source import find_model
-    from hasten.builder.tokenizer import save_tokenizer
+    """The fused graph of MiniLM, and a function that tokenizes texts."""
+    from hasten.builder.export.encoder import export
+    from hasten.builder.passes.pipeline import apply_passes
+    from hasten.builder.sources.locate import find_model
+    from hasten.builder.sources.pytorch_model import load_model
+    from hasten.builder.sources.tokenizer import save_tokenizer
     from hasten.core.plan import Plan
-    from hasten.core.tokenizer import Tokenizer
+    from hasten.core.text.tokenizer import Tokenizer
 
     plan, folder = Plan(model=minilm), tmp_path_factory.mktemp("rewrites")
     loaded = load_model(find_model(plan), plan)
     export(loaded, folder / "model.onnx")
-    save_tokenizer(loaded, folder / "tokenizer.json")
+    save_tokenizer(loaded.original_tokenizer, folder / "tokenizer.json")
     tokenizer = Tokenizer.open(folder / "tokenizer.json", loaded.tokenizer)
-    graphs = apply_passes(folder / "model.onnx", folder, loaded.config, external_data=False)
+    graphs = apply_passes(folder / "model.onnx", folder, loaded.config)
 
-    def rows(texts: list[str]) -> Calibration:
+    def tokenize(texts: list[str]) -> Calibration:
         return Calibration(tokenizer.encode(texts).batch, loaded.signature)
 
-    return graphs.fused, rows
+    return graphs.fused, tokenize
 
 
 def cosines(graph: Path, other: Path, rows: Batch, signature: Any) -> np.ndarray:
     import onnxruntime
 
-    found = []
+    normalized = []
     for file in (graph, other):
         session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
         parts = [
-            session.run(None, pad(rows.take(np.arange(at, min(at + 8, len(rows)))), signature))[0]
-            for at in range(0, len(rows), 8)
+            session.run(None, pad(rows.take(np.arange(start, min(start + 8, len(rows)))), signature))[0]
+            for start in range(0, len(rows), 8)
         ]
         vectors = np.concatenate(parts)
-        found.append(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
-    return (found[0] * found[1]).sum(axis=1)
+        normalized.append(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
+    return (normalized[0] * normalized[1]).sum(axis=1)
 
 
-def texts_of(file: Path) -> list[str]:
+def read_texts(file: Path) -> list[str]:
     return [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def test_embeddings_survive_int8(fused: Any, real_data: Path, tmp_path: Path) -> None:
-    graph, rows = fused
-    judged = rows(texts_of(real_data / "stsb_validation.jsonl")[:200])
-    calibration = rows(texts_of(real_data / "sst2_calibration.jsonl")[:256])
-    smooth, split = propose(graph, calibration)
-    assert len(smooth) >= 12  # what reads each norm
+@needs_exact_int8_sums
+def test_rewrites_keep_int8_embeddings_close_to_fp32(fused: Any, real_data: Path, tmp_path: Path) -> None:
+    graph, tokenize = fused
+    evaluation = tokenize(read_texts(real_data / "stsb_validation.jsonl")[:200])
+    calibration = tokenize(read_texts(real_data / "sst2_calibration.jsonl")[:256])
+    smooth, split = search_smoothing(graph, calibration)
+    assert len(smooth) >= 12  # the readers of each norm
     assert 3 <= len(split) <= 6
     plain = Recipe(variant="onnxruntime-int8", method=Method.DYNAMIC, target="amx", attention=True)
-    kept = Recipe(
+    rewritten_recipe = Recipe(
         variant="onnxruntime-int8", method=Method.DYNAMIC, target="amx", attention=True, smooth=smooth, split=split
     )
     means = {}
-    for name, recipe in (("plain", plain), ("kept", kept)):
-        rewritten, quantized = tmp_path / f"{name}.onnx", tmp_path / f"{name}-int8.onnx"
-        rewrite(graph, rewritten, recipe, external_data=False)
+    for name, recipe in (("plain", plain), ("rewritten", rewritten_recipe)):
+        quantized = tmp_path / f"{name}-int8.onnx"
+        rewritten = rewrite(graph, tmp_path / f"{name}.onnx", recipe, external_data=False)
         quantize_dynamic(rewritten, quantized, recipe, external_data=False)
-        means[name] = cosines(graph, quantized, judged.rows, judged.signature).mean()
+        means[name] = cosines(graph, quantized, evaluation.rows, evaluation.signature).mean()
     assert means["plain"] < 0.996
-    assert means["kept"] > 0.998
+    assert means["rewritten"] > 0.998

@@ -1,4 +1,4 @@
-"""A real fine-tuned classifier with labelled data: the accuracy is the published one."""
+"""A fine-tuned classifier on labelled data reaches its published accuracy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VARIANT = "onnxruntime-fp32"
 
 @pytest.fixture(scope="module")
 def bundle(real_models: Callable[[str], Path], quick_build: Any) -> Path:
-    """Of one variant: what a build finds by itself is test_minilm.py's."""
+    """A bundle of one variant; test_minilm.py covers the automatic search."""
     return quick_build(real_models("sst2"), variants=[VARIANT], threads=None).path
 
 
@@ -47,14 +47,14 @@ def test_answers_equal_the_pipeline(bundle: Path, real_models: Callable[[str], P
                 assert mine["score"] == pytest.approx(other["score"], abs=1e-4)
 
 
-def test_the_gate_decides_on_labelled_data(real_models: Callable[[str], Path], real_data: Path, tmp_path: Path) -> None:
-    """The usual dynamic int8 flips some of these 250 answers: refused where none may flip, and nothing is left behind.
-
-    What is taken where some may be lost, and what it lost: test_precision.py."""
-    rows, place = tmp_path / "rows.jsonl", tmp_path / "place"
+def test_int8_is_rejected_on_labelled_data_when_labels_flip(
+    real_models: Callable[[str], Path], real_data: Path, tmp_path: Path
+) -> None:
+    """Plain dynamic int8 flips some of these 250 labels; the failed build leaves no files behind."""
+    rows, output = tmp_path / "rows.jsonl", tmp_path / "output"
     rows.write_text("".join((real_data / "sst2_validation.jsonl").read_text().splitlines(keepends=True)[:250]))
-    place.mkdir()
-    with pytest.raises(hasten.AccuracyError) as refused:
-        hasten.build(real_models("sst2"), place / "strict", variants="onnxruntime-int8", data=rows, min_agreement=1.0)
-    assert "same label" in refused.value.candidates[0].reason
-    assert list(place.iterdir()) == []
+    output.mkdir()
+    with pytest.raises(hasten.AccuracyError) as rejected:
+        hasten.build(real_models("sst2"), output / "strict", variants="onnxruntime-int8", data=rows, min_agreement=1.0)
+    assert "same label" in rejected.value.candidates[0].reason
+    assert list(output.iterdir()) == []

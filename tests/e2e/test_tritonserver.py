@@ -1,4 +1,4 @@
-"""The v2 protocol, request by request, against NVIDIA's own tritonserver with the same graph and tokenizer."""
+"""Compare the server with NVIDIA's tritonserver, request by request, on the same graph and tokenizer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tritonserver
 from hasten.bundle import Bundle
-from hasten.deploy.tritonserver.program import TritonServer
-from serving import Server
-from tritonserver import Tensor
-from tritonserver.requests import BAD, CALLED, CALLED_DIFFERENT, DIFFERENT, GOOD, LENGTH, Answered
+from hasten.deploy.tritonserver.server_binary import TritonServer
+from support.fakes import triton_backend
+from support.fakes.triton_backend import Tensor
+from support.fakes.triton_backend.requests import BAD, CALLED, CALLED_DIFFERENT, DIFFERENT, GOOD, LENGTH, HttpResponse
+from support.server_process import Server
 
 pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
 
@@ -27,27 +27,27 @@ def bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: pytest.Temp
 
 
 @pytest.fixture(scope="module")
-def theirs(
-    bundle: Bundle, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TritonServer]:
-    program = tritonserver.find_program(pytestconfig)
-    place = tmp_path_factory.mktemp("tritonserver")
-    about = {
+def theirs(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    server_binary = triton_backend.find_program()
+    folder = tmp_path_factory.mktemp("tritonserver")
+    parameters = {
         "graph": str(bundle.path / "graph" / "model.onnx"),
         "tokenizer": str(bundle.path / "tokenizer" / "tokenizer.json"),
         "labels": json.dumps(["bad", "fair", "good"]),
     }
     logits, answer = Tensor("logits", "FP32", [-1, 3]), Tensor("answer", "STRING", [-1])
     ids = [Tensor(name, "INT64", [-1, -1]) for name in ("input_ids", "attention_mask")]
-    tritonserver.add_model(place / "models", "classifier", [Tensor("text", "STRING", [-1])], [logits, answer], about)
-    tritonserver.add_model(place / "models", "tokens", ids, [logits], about)
-    with TritonServer(program, place / "models", place) as started:
+    triton_backend.add_model(
+        folder / "models", "classifier", [Tensor("text", "STRING", [-1])], [logits, answer], parameters
+    )
+    triton_backend.add_model(folder / "models", "tokens", ids, [logits], parameters)
+    with TritonServer(server_binary, folder / "models", folder) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def ours(bundle: Bundle) -> Iterator[Server]:
-    # For us one model takes both; here it has two names, as it has there.
+    # In hasten one model takes both inputs; it is served under two names, as in tritonserver.
     tokens = bundle.path.parent / "tokens"
     shutil.copytree(bundle.path, tokens)
     started = Server(str(bundle.path), str(tokens), "--threads", "1", "--instances", "1")
@@ -56,29 +56,29 @@ def ours(bundle: Bundle) -> Iterator[Server]:
     assert code == 0, errors
 
 
-def kinds(value: Any) -> Any:
-    """Keys and types, all the way down; of a list those of its entries, whatever their order."""
+def json_types(value: Any) -> Any:
+    """Return the keys and types of a JSON value, recursively; the entries of a list without their order."""
     if isinstance(value, dict):
-        return {key: kinds(entry) for key, entry in value.items()}
+        return {key: json_types(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return sorted({json.dumps(kinds(entry), sort_keys=True) for entry in value})
+        return sorted({json.dumps(json_types(entry), sort_keys=True) for entry in value})
     return "number" if type(value) in (int, float) else type(value).__name__
 
 
-def tensors(answer: Answered) -> dict[str, tuple[str, list[int], Any]]:
-    """By name: there is no order that both would keep."""
-    found, tail = {}, answer.tail
+def tensors(answer: HttpResponse) -> dict[str, tuple[str, list[int], Any]]:
+    """Return the outputs by name, since their order differs between the servers."""
+    outputs, tail = {}, answer.tail
     for output in answer.json["outputs"]:
         name, kind = output["name"], output["datatype"]
         size = output.get("parameters", {}).get("binary_data_size")
         data, tail = (output["data"], tail) if size is None else (tail[:size], tail[size:])
-        found[name] = (kind, output["shape"], values(name, kind, data))
+        outputs[name] = (kind, output["shape"], values(name, kind, data))
     assert tail == b""
-    return found
+    return outputs
 
 
 def values(name: str, kind: str, data: bytes | list[Any]) -> list[Any]:
-    """From a list, or from the binary form; `answer` is JSON, which has more than one way to be written."""
+    """Decode values from a list or the binary format; `answer` is JSON, so that its spelling does not matter."""
     if isinstance(data, bytes) and kind == "FP32":
         return np.frombuffer(data, "<f4").tolist()
     if isinstance(data, bytes):
@@ -91,21 +91,21 @@ def values(name: str, kind: str, data: bytes | list[Any]) -> list[Any]:
     return [json.loads(entry) for entry in data] if name == "answer" else data
 
 
-def assert_same(mine: Any, other: Any) -> None:
-    if isinstance(other, dict):
-        assert list(mine) == list(other)
-        for key in other:
-            assert_same(mine[key], other[key])
-    elif isinstance(other, list | tuple):
-        assert len(mine) == len(other)
-        for one, another in zip(mine, other, strict=True):
-            assert_same(one, another)
+def assert_same(actual: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        for key in expected:
+            assert_same(actual[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for entry, expected_entry in zip(actual, expected, strict=True):
+            assert_same(entry, expected_entry)
     else:
-        assert mine == (pytest.approx(other, abs=1e-4) if isinstance(other, float) else other)
+        assert actual == (pytest.approx(expected, abs=1e-4) if isinstance(expected, float) else expected)
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_good_requests(theirs: TritonServer, ours: Server, name: str) -> None:
+def test_valid_requests_are_answered_like_tritonserver(theirs: TritonServer, ours: Server, name: str) -> None:
     mine, other = GOOD[name].send(ours.port), GOOD[name].send(theirs.port)
     assert (mine.status, other.status) == (200, 200), (mine, other)
     if not other.content:
@@ -113,16 +113,16 @@ def test_good_requests(theirs: TritonServer, ours: Server, name: str) -> None:
         return
     assert mine.headers["content-type"] == other.headers["content-type"]
     assert (LENGTH.lower() in mine.headers) == (LENGTH.lower() in other.headers)
-    assert kinds(mine.json) == kinds(other.json)
+    assert json_types(mine.json) == json_types(other.json)
     if isinstance(mine.json, dict) and "model_name" in mine.json:
-        found, expected = tensors(mine), tensors(other)
-        assert set(found) == set(expected)
+        actual, expected = tensors(mine), tensors(other)
+        assert set(actual) == set(expected)
         for output in expected:
-            assert_same(found[output], expected[output])
+            assert_same(actual[output], expected[output])
         assert {**mine.json, "outputs": []} == {**other.json, "outputs": []}
 
 
-def test_what_a_model_says_about_itself(theirs: TritonServer, ours: Server) -> None:
+def test_model_metadata_and_index_match_tritonserver(theirs: TritonServer, ours: Server) -> None:
     mine, other = (GOOD["a model"].send(port).json for port in (ours.port, theirs.port))
     assert {**mine, "platform": ""} == {**other, "platform": ""}
     mine, other = (GOOD["the index"].send(port).json for port in (ours.port, theirs.port))
@@ -130,19 +130,19 @@ def test_what_a_model_says_about_itself(theirs: TritonServer, ours: Server) -> N
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_requests(theirs: TritonServer, ours: Server, name: str) -> None:
+def test_invalid_requests_are_rejected_like_tritonserver(theirs: TritonServer, ours: Server, name: str) -> None:
     mine, other = BAD[name].send(ours.port), BAD[name].send(theirs.port)
     expected = DIFFERENT.get(name, (other.status, other.status, ""))[:2]
     assert (other.status, mine.status) == expected, (other, mine)
     assert 400 <= mine.status < 500
-    assert kinds(mine.json) == kinds(other.json) == {"error": "str"}
+    assert json_types(mine.json) == json_types(other.json) == {"error": "str"}
 
 
 @pytest.mark.parametrize("name", CALLED)
-def test_calls(theirs: TritonServer, ours: Server, name: str) -> None:
+def test_grpc_calls_are_answered_like_tritonserver(theirs: TritonServer, ours: Server, name: str) -> None:
     grpc, client = pytest.importorskip("grpc"), pytest.importorskip("tritonclient.grpc")
-    method, about = CALLED[name]
-    request = getattr(client.service_pb2, f"{method}Request")(**about)
+    method, arguments = CALLED[name]
+    request = getattr(client.service_pb2, f"{method}Request")(**arguments)
     codes, answers = [], []
     for port in (theirs.grpc_port, ours.grpc_port):
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -165,8 +165,11 @@ def test_calls(theirs: TritonServer, ours: Server, name: str) -> None:
 
 
 def contents(answer: Any) -> list[tuple[Any, ...]]:
-    """Of an answer, taken out of it."""
+    """Remove the outputs from a response and return them."""
     pairs = zip(answer.outputs, answer.raw_output_contents, strict=True)
-    found = [(one.name, one.datatype, list(one.shape), values(one.name, one.datatype, data)) for one, data in pairs]
+    outputs = [
+        (output.name, output.datatype, list(output.shape), values(output.name, output.datatype, data))
+        for output, data in pairs
+    ]
     del answer.outputs[:], answer.raw_output_contents[:]
-    return found
+    return outputs

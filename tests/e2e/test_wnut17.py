@@ -1,4 +1,4 @@
-"""A real fine-tuned tagger with labelled data: the entity F1 is the published one."""
+"""A fine-tuned tagger on labelled data reaches its published entity F1."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 import hasten
 
-# Published for sentences cut at 128 sub-tokens, what was cut off not judged. The model takes 512, and two sentences
-# are longer than 128: whole, they make it 0.4557.
+# Published for sentences truncated to 128 tokens, without the truncated words. The model takes 512, and two sentences
+# have more than 128 tokens: untruncated, F1 is 0.4557.
 PUBLISHED = 0.4554
 VARIANT = "onnxruntime-fp32"
 
@@ -48,7 +48,7 @@ def test_answers_equal_the_pipeline(
     lines = (real_data / "wnut17_test.jsonl").read_text().split("\n")[:100]
     texts = [" ".join(json.loads(line)["tokens"]) for line in lines]
     pipeline = transformers.pipeline("token-classification", str(real_models("wnut17")), device="cpu")
-    found = 0
+    entities = 0
     with hasten.load(bundle, VARIANT) as tag:
         theirs = pipeline(texts, aggregation_strategy=strategy)
         for ours, others in zip(tag(texts, aggregation_strategy=strategy), theirs, strict=True):
@@ -56,5 +56,5 @@ def test_answers_equal_the_pipeline(
             for mine, other in zip(ours, others, strict=True):
                 assert mine["score"] == pytest.approx(float(other["score"]), abs=1e-4)
                 assert {**mine, "score": 0} == {**other, "score": 0}
-            found += len(ours)
-    assert found > 25
+            entities += len(ours)
+    assert entities > 25

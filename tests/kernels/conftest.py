@@ -1,4 +1,4 @@
-"""Kernels run compiled where there is a GPU, and elsewhere on the CPU through Triton's interpreter."""
+"""Run kernels compiled where there is a GPU, and elsewhere on the CPU through Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
-    # Read when Triton is imported, which nothing else in the tests does.
+    # Triton reads it when it is imported, and no other tests import Triton.
     os.environ["TRITON_INTERPRET"] = "1"
 if find_spec("triton") is None:
     pytest.skip("kernels need the package 'triton'", allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)
-def _arithmetic() -> Iterator[None]:
-    """The same numbers each time; and infinities without a word, as a GPU computes them."""
+def _reproducible_arithmetic() -> Iterator[None]:
+    """Fix the seed, and allow infinities without warnings, as on a GPU."""
     torch.manual_seed(7)
     with np.errstate(over="ignore", invalid="ignore"):
         yield
 
 
 @pytest.fixture(autouse=True)
-def _untuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is measured for models of a size that nobody has."""
+def _no_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip tuning: the sizes of the test models are irrelevant."""
     monkeypatch.setattr("hasten.backends.fused.session.FusedSession.tune", lambda *_: None)

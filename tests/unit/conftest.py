@@ -1,4 +1,4 @@
-"""What unit tests share: a word tokenizer, a session that answers from a function, a bundle of tiny files."""
+"""Fixtures of unit tests: a word tokenizer, a session that computes from token ids, a bundle of tiny files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tokenizers import models, pre_tokenizers, processors
 from hasten.backends import MODEL, Artifact
 from hasten.bundle import Bundle, BundleWriter, Manifest, VariantEntry
 from hasten.bundle.manifest import SCHEMA, ModelOrigin
-from hasten.core.hardware import Machine
 from hasten.core.plan import Gate, Plan
 from hasten.core.report import Agreement, Bench, Report
+from hasten.core.system.hardware import Machine
 from hasten.core.tensors import (
     ATTENTION_MASK,
     BATCH,
@@ -32,13 +32,13 @@ from hasten.core.tensors import (
     Signature,
     TensorSpec,
 )
-from hasten.core.tokenizer import Tokenizer, TokenizerSpec
+from hasten.core.text.tokenizer import Tokenizer, TokenizerSpec
 from hasten.core.variant import Variant
 from hasten.predictor import Predictor
 from hasten.tasks import Encoded, TaskSpec
-from sites import Site
+from support.http_server import ControlledServer
 
-# Shared machines stall: a deadline would measure them, and random examples would fail somewhere else first.
+# No deadline, because shared machines stall; no random examples, because failures must be reproducible.
 settings.register_profile("unit", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("unit")
 
@@ -46,12 +46,12 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 WORDS = (*SPECIAL, *"abcdefghijklmnopqrstuvwxyz")
 LABELS = ("bad", "fair", "good")
 
-# Token ids of one row to the values the model gives for it.
+# Maps the token ids of a row to the output of the model.
 Answer = Callable[[np.ndarray], Sequence[float]]
 
 
 class RowSession:
-    """Answers each row from its ids alone, so that any mix-up of rows shows."""
+    """Computes each output row from its token ids alone, so that any mix-up of rows shows."""
 
     def __init__(self, signature: Signature, answer: Answer, precision: str = "fp32") -> None:
         self.spec = SessionSpec(signature, Layout.PACKED, "cpu", precision)
@@ -78,9 +78,9 @@ class RowSession:
 
 
 def answer_by_ids(row: np.ndarray) -> list[float]:
-    """Three values that no two different short rows share by accident."""
-    places = np.arange(1, len(row) + 1)
-    return [float((row * places).sum() % 13) / 2, float((row * row).sum() % 11) / 2, float(len(row)) / 4]
+    """Return three values that differ between short rows."""
+    positions = np.arange(1, len(row) + 1)
+    return [float((row * positions).sum() % 13) / 2, float((row * row).sum() % 11) / 2, float(len(row)) / 4]
 
 
 def signature_for(output: str, width: int = 3) -> Signature:
@@ -92,8 +92,8 @@ def signature_for(output: str, width: int = 3) -> Signature:
 
 @pytest.fixture
 def fast_tokenizer() -> FastTokenizer:
-    """One letter, one token; pairs through a template, as BERT has them."""
-    tokenizer = FastTokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    """A tokenizer with one token per letter and BERT's template for pairs."""
+    tokenizer = FastTokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
@@ -105,7 +105,7 @@ def fast_tokenizer() -> FastTokenizer:
 
 @pytest.fixture
 def spelled() -> Callable[[Batch], list[str]]:
-    """The tokens of each row."""
+    """Return a function that spells out the tokens of each row."""
 
     def spell(batch: Batch) -> list[str]:
         rows = np.split(batch.values["input_ids"], np.cumsum(batch.lengths)[:-1])
@@ -128,12 +128,12 @@ def tokenizer(tokenizer_file: Path) -> Tokenizer:
 
 @pytest.fixture
 def encoded() -> Callable[..., Encoded]:
-    """`encoded(4)`: four items of one row; `encoded(owners=[0, 0, 1])`: a pair and a text."""
+    """Return items without texts: `encoded(4)` has four rows; `encoded(owners=[0, 0, 1])` a pair and a text."""
 
     def make(count: int = 0, owners: Sequence[int] | None = None) -> Encoded:
-        of_row = np.arange(count) if owners is None else np.asarray(owners)
-        batch = Batch.from_rows({"input_ids": [[1]] * len(of_row)})
-        return Encoded(batch, of_row, len(set(of_row.tolist())), (), ())
+        item_of_row = np.arange(count) if owners is None else np.asarray(owners)
+        batch = Batch.from_rows({"input_ids": [[1]] * len(item_of_row)})
+        return Encoded(batch, item_of_row, len(set(item_of_row.tolist())), (), ())
 
     return make
 
@@ -182,7 +182,7 @@ def report(machine: Machine) -> Report:
 
 @pytest.fixture
 def make_manifest(classifier: TaskSpec, machine: Machine) -> Callable[..., Manifest]:
-    """Variants by name, the fastest first; any other field may be replaced."""
+    """Return a manifest with these variants, fastest first; keywords replace other fields."""
 
     def make(*variants: str, **changes: object) -> Manifest:
         entries = []
@@ -224,18 +224,18 @@ def write_bundle(
     make_manifest: Callable[..., Manifest],
     reference_rows: list[dict[str, object]],
 ) -> Callable[..., Bundle]:
-    """A bundle whose graphs are a few bytes: paths and hashes are what matters here."""
-    made = tmp_path / "made"
-    made.mkdir()
-    (made / "model.onnx").write_bytes(b"graph")
-    (made / "model.onnx.data").write_bytes(b"weights")
+    """Write a bundle whose graphs are a few bytes: only paths and hashes matter here."""
+    graphs = tmp_path / "graphs"
+    graphs.mkdir()
+    (graphs / "model.onnx").write_bytes(b"graph")
+    (graphs / "model.onnx.data").write_bytes(b"weights")
 
     def write(target: Path, manifest: Manifest | None = None, *, measured: Report = report) -> Bundle:
         manifest = manifest or make_manifest()
         with BundleWriter(target, force=True) as writer:
-            writer.add_graph(made / "model.onnx")
+            writer.add_graph(graphs / "model.onnx")
             for entry in manifest.variants:
-                writer.add_variant(Artifact(entry.variant, manifest.signature, made, entry.graphs))
+                writer.add_variant(Artifact(entry.variant, manifest.signature, graphs, entry.graphs))
             writer.add_tokenizer(tokenizer_file)
             writer.add_reference(reference_rows, {"logits": np.arange(6, dtype=np.float32).reshape(2, 3)})
             writer.add_report(measured)
@@ -251,7 +251,7 @@ def bundle(tmp_path: Path, write_bundle: Callable[..., Bundle]) -> Bundle:
 
 @pytest.fixture
 def reseal() -> Callable[..., None]:
-    """What an attacker can do: change the manifest and compute its digest anew."""
+    """Change the manifest and recompute its digest, as an attacker could."""
 
     def write(bundle: Bundle, **changes: object) -> None:
         (bundle.path / "manifest.json").write_bytes(replace(bundle.manifest, **changes).sealed().to_json())
@@ -260,18 +260,18 @@ def reseal() -> Callable[..., None]:
 
 
 @pytest.fixture
-def sites() -> Iterator[Callable[..., Site]]:
-    made: list[Site] = []
+def http_servers() -> Iterator[Callable[..., ControlledServer]]:
+    servers: list[ControlledServer] = []
 
-    def make(**limits: Any) -> Site:
-        made.append(Site(**limits))
-        return made[-1]
+    def make(**limits: Any) -> ControlledServer:
+        servers.append(ControlledServer(**limits))
+        return servers[-1]
 
     yield make
-    for site in made:
-        site.close()
+    for http_server in servers:
+        http_server.close()
 
 
 @pytest.fixture
-def site(sites: Callable[..., Site]) -> Site:
-    return sites()
+def http_server(http_servers: Callable[..., ControlledServer]) -> ControlledServer:
+    return http_servers()

@@ -1,4 +1,4 @@
-"""The work that all ONNX Runtime peers do: texts through tokenizers and one session to labels with scores."""
+"""Text classification with tokenizers and one ONNX Runtime session, shared by all ONNX Runtime peers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ _TYPES = {"tensor(int32)": np.int32, "tensor(int64)": np.int64}
 
 
 class Classifier:
+    """A text classifier."""
+
     def __init__(self, model: str, graph: str) -> None:
         config = json.loads(Path(model, "config.json").read_text())
-        self.labels = [config["id2label"][str(place)] for place in range(len(config["id2label"]))]
+        self.labels = [config["id2label"][str(index)] for index in range(len(config["id2label"]))]
         self.tokenizer = tokenizers.Tokenizer.from_file(str(Path(model, "tokenizer.json")))
         self.tokenizer.enable_truncation(min(512, config["max_position_embeddings"]))
         self.tokenizer.enable_padding(pad_id=config.get("pad_token_id") or 0)
@@ -23,11 +25,12 @@ class Classifier:
         self.inputs = {entry.name: _TYPES[entry.type] for entry in self.session.get_inputs()}
 
     def scores(self, texts: list[str]) -> np.ndarray:
+        """Return the softmax scores of a batch."""
         encoded = self.tokenizer.encode_batch(texts)
         columns = {
-            "input_ids": [one.ids for one in encoded],
-            "attention_mask": [one.attention_mask for one in encoded],
-            "token_type_ids": [one.type_ids for one in encoded],
+            "input_ids": [encoding.ids for encoding in encoded],
+            "attention_mask": [encoding.attention_mask for encoding in encoded],
+            "token_type_ids": [encoding.type_ids for encoding in encoded],
         }
         feeds = {name: np.array(columns[name], kind) for name, kind in self.inputs.items()}
         logits = self.session.run(None, feeds)[0]

@@ -1,4 +1,4 @@
-"""The plain graph: `torch.onnx.export` of a classifier as in every tutorial. `export.py MODEL TARGET`."""
+"""Export a classifier with `torch.onnx.export` as tutorials do: `export.py MODEL TARGET`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 
 class Logits(torch.nn.Module):
+    """A classifier that returns its logits only."""
+
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids, attention_mask, token_type_ids):
+        """Return the logits."""
         return self.model(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids).logits
 
 
 def main(source: str, target: str) -> None:
+    """Export the model."""
     model = Logits(AutoModelForSequenceClassification.from_pretrained(source)).eval()
     example = AutoTokenizer.from_pretrained(source)(["a text", "another"], padding=True, return_tensors="pt")
     names = ["input_ids", "attention_mask", "token_type_ids"]

@@ -1,4 +1,4 @@
-"""FastAPI over ONNX Runtime, as people write it: a plain function, which FastAPI runs on its threads.
+"""Serve with FastAPI and ONNX Runtime, as commonly done: a plain function that FastAPI runs in its thread pool.
 
 fastapi_onnxruntime.py MODEL GRAPH PORT
 """
@@ -17,17 +17,21 @@ app = FastAPI()
 classify = Classifier(sys.argv[1], sys.argv[2])
 
 
-class Asked(BaseModel):
+class PredictRequest(BaseModel):
+    """The body of a request."""
+
     inputs: str
 
 
 @app.post("/predict")
-def predict(asked: Asked) -> list[dict[str, Any]]:
-    return classify([asked.inputs])
+def predict(request: PredictRequest) -> list[dict[str, Any]]:
+    """Return the label of a text."""
+    return classify([request.inputs])
 
 
 @app.get("/health")
 def health() -> dict[str, str]:
+    """Return success."""
     return {}
 
 

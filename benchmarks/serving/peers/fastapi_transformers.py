@@ -1,6 +1,7 @@
-"""FastAPI over a transformers pipeline, as transformers' page on pipelines in web servers builds it.
+"""Serve with FastAPI and a transformers pipeline, as in transformers' documentation on pipelines in web servers.
 
-Requests go through a queue to one loop that runs the pipeline, which batches what is waiting.
+Requests go through a queue to one loop that runs the pipeline on a batch of the queued texts.
+
     fastapi_transformers.py MODEL GRAPH PORT
 """
 
@@ -16,18 +17,21 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from transformers import pipeline
 
-MOST_ROWS = 16
+MAX_BATCH_SIZE = 16
 
 
-class Asked(BaseModel):
+class PredictRequest(BaseModel):
+    """The body of a request."""
+
     inputs: str
 
 
 @asynccontextmanager
 async def lifespan(app: FastAPI):
+    """Run the batching loop while the server runs."""
     app.state.queue = asyncio.Queue()
     task = asyncio.create_task(
-        answer(app.state.queue, pipeline("text-classification", model=sys.argv[1], device="cpu"))
+        run_batches(app.state.queue, pipeline("text-classification", model=sys.argv[1], device="cpu"))
     )
     yield
     task.cancel()
@@ -37,26 +41,29 @@ app = FastAPI(lifespan=lifespan)
 
 
 @app.post("/predict")
-async def predict(asked: Asked) -> list[dict[str, Any]]:
+async def predict(request: PredictRequest) -> list[dict[str, Any]]:
+    """Queue a text and return its label."""
     future = asyncio.get_running_loop().create_future()
-    await app.state.queue.put((asked.inputs, future))
+    await app.state.queue.put((request.inputs, future))
     return [await future]
 
 
 @app.get("/health")
 async def health() -> dict[str, str]:
+    """Return success."""
     return {}
 
 
-async def answer(queue: asyncio.Queue, pipe: Any) -> None:
+async def run_batches(queue: asyncio.Queue, pipe: Any) -> None:
+    """Run the pipeline on the queued texts, one batch at a time."""
     while True:
         waiting = [await queue.get()]
-        while len(waiting) < MOST_ROWS and not queue.empty():
+        while len(waiting) < MAX_BATCH_SIZE and not queue.empty():
             waiting.append(queue.get_nowait())
         texts = [text for text, _ in waiting]
-        found = await asyncio.to_thread(pipe, texts, batch_size=len(texts), truncation=True)
-        for (_, future), one in zip(waiting, found, strict=True):
-            future.set_result(one)
+        results = await asyncio.to_thread(pipe, texts, batch_size=len(texts), truncation=True)
+        for (_, future), result in zip(waiting, results, strict=True):
+            future.set_result(result)
 
 
 if __name__ == "__main__":

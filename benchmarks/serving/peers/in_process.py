@@ -1,4 +1,4 @@
-"""The peers' work without a server: reads how many answers to time, a line each, and writes the seconds of each.
+"""Run a peer's predictions without a server: read a count per line from stdin, print the seconds of each prediction.
 
 in_process.py pipeline|classifier MODEL GRAPH TEXT
 """
@@ -11,21 +11,22 @@ import time
 
 
 def main(kind: str, model: str, graph: str, text: str) -> None:
+    """Serve predictions of one text on stdin."""
     if kind == "pipeline":
         from transformers import pipeline
 
-        ask = pipeline("text-classification", model=model, device="cpu")
+        predict = pipeline("text-classification", model=model, device="cpu")
     else:
         from classifier import Classifier
 
-        ask = Classifier(model, graph)
-    ask([text])
+        predict = Classifier(model, graph)
+    predict([text])
     print("ready", flush=True)
     for line in sys.stdin:
         seconds = []
         for _ in range(int(line)):
             begin = time.perf_counter()
-            ask([text])
+            predict([text])
             seconds.append(time.perf_counter() - begin)
         print(json.dumps(seconds), flush=True)
 

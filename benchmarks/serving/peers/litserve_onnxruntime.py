@@ -1,6 +1,6 @@
-"""LitServe over ONNX Runtime, with its batching on. `litserve_onnxruntime.py MODEL GRAPH PORT`
+"""Serve with LitServe and ONNX Runtime, with batching: `litserve_onnxruntime.py MODEL GRAPH PORT`.
 
-It reads the annotations of the methods, so here they are not postponed.
+LitServe reads the annotations of the methods, so their evaluation is not postponed here.
 """
 
 import sys
@@ -11,6 +11,8 @@ from classifier import Classifier
 
 
 class Api(litserve.LitAPI):
+    """The classifier; its methods are LitServe's."""
+
     def setup(self, device: str) -> None:
         self.classify = Classifier(sys.argv[1], sys.argv[2])
 
@@ -31,6 +33,6 @@ class Api(litserve.LitAPI):
 
 
 if __name__ == "__main__":
-    # A wait of a millisecond: the default of none never batches.
+    # With the default timeout of 0 LitServe never batches.
     server = litserve.LitServer(Api(max_batch_size=16, batch_timeout=0.001), accelerator="cpu", track_requests=False)
     server.run(host="127.0.0.1", port=int(sys.argv[3]), log_level="warning", generate_client_file=False)

@@ -1,4 +1,4 @@
-"""Ray Serve over ONNX Runtime, with @serve.batch. `ray_onnxruntime.py MODEL GRAPH PORT`"""
+"""Serve with Ray Serve and ONNX Runtime, with @serve.batch: `ray_onnxruntime.py MODEL GRAPH PORT`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from starlette.responses import JSONResponse
 
 @serve.deployment(max_ongoing_requests=128, ray_actor_options={"num_cpus": 1})
 class Service:
+    """The classifier as a deployment."""
+
     def __init__(self, model: str, graph: str) -> None:
         from classifier import Classifier
 
@@ -22,6 +24,7 @@ class Service:
 
     @serve.batch(max_batch_size=16, batch_wait_timeout_s=0.001)
     async def answer(self, texts: list[str]) -> list[dict[str, Any]]:
+        """Return the labels of a batch."""
         return self.classify(texts)
 
     async def __call__(self, request: Request) -> JSONResponse:

@@ -1,6 +1,7 @@
-"""tritonserver from PyPI over ONNX Runtime in its Python backend, dynamic batching on.
+"""Serve with tritonserver from PyPI and ONNX Runtime in its Python backend, with dynamic batching.
 
-pytriton's wheel carries the genuine binary; this writes a model repository for it and becomes it.
+Write a model repository and replace this process by the server binary of pytriton's wheel.
+
     triton_onnxruntime.py MODEL GRAPH PORT GRPC_PORT FOLDER
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from triton_repository import become
+from triton_repository import exec_tritonserver
 
 CONFIG = """
 name: "classifier"
@@ -32,7 +33,7 @@ class TritonPythonModel:
         self.classifier = Classifier({model!r}, {graph!r})
 
     def execute(self, requests):
-        tensors = [backend.get_input_tensor_by_name(one, "text").as_numpy().reshape(-1) for one in requests]
+        tensors = [backend.get_input_tensor_by_name(each, "text").as_numpy().reshape(-1) for each in requests]
         scores = self.classifier.scores([text.decode() for tensor in tensors for text in tensor])
         ends = np.cumsum([len(tensor) for tensor in tensors])[:-1]
         return [
@@ -43,12 +44,13 @@ class TritonPythonModel:
 
 
 def main(model: str, graph: str, port: str, grpc_port: str, folder: str) -> None:
+    """Write the model repository and run the server."""
     version = folder / Path("models/classifier/1")
     version.mkdir(parents=True)
     (version.parent / "config.pbtxt").write_text(CONFIG)
     here = str(Path(__file__).parent)
     (version / "model.py").write_text(MODEL.format(here=here, model=model, graph=graph))
-    become(f"{folder}/models", port, grpc_port, folder)
+    exec_tritonserver(f"{folder}/models", port, grpc_port, folder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""tritonserver from PyPI on a model repository: pytriton's wheel carries the genuine binary; this becomes it.
+"""Run tritonserver from PyPI (the binary in pytriton's wheel) on a model repository.
 
 triton_repository.py REPOSITORY PORT GRPC_PORT FOLDER
 """
@@ -12,14 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
-def become(repository: str, port: str, grpc_port: str, folder: str) -> None:
+def exec_tritonserver(repository: str, port: str, grpc_port: str, folder: str) -> None:
+    """Replace this process by tritonserver."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    found = find_spec("pytriton")
-    assert found is not None, "pip install --no-deps nvidia-pytriton"
-    triton = Path(next(iter(found.submodule_search_locations or ()))) / "tritonserver"
+    spec = find_spec("pytriton")
+    assert spec is not None, "pip install --no-deps nvidia-pytriton"
+    triton = Path(next(iter(spec.submodule_search_locations or ()))) / "tritonserver"
     backend = folder / Path("backends/python")
     backend.mkdir(parents=True)
-    # Links: a copy loses the libraries that it finds beside itself.
+    # Links instead of copies: the libraries load others from their own directory.
     for file in (
         triton / "backends/python/libtriton_python.so",
         triton / "backends/python/triton_python_backend_utils.py",
@@ -29,10 +30,10 @@ def become(repository: str, port: str, grpc_port: str, folder: str) -> None:
     libraries = [sysconfig.get_config_var("LIBDIR"), str(triton / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
     environment = os.environ | {
         "LD_LIBRARY_PATH": ":".join(filter(None, libraries)),
-        # The stub takes its packages from the first python3 there.
+        # The stub uses the packages of the first python3 on the path.
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    words = [
+    command = [
         str(triton / "bin/tritonserver"),
         f"--model-repository={repository}",
         f"--backend-directory={folder}/backends",
@@ -42,13 +43,13 @@ def become(repository: str, port: str, grpc_port: str, folder: str) -> None:
         f"--grpc-port={grpc_port}",
         "--grpc-address=127.0.0.1",
         "--allow-metrics=false",
-        # Clients that are still connected hold it up.
+        # Open client connections delay the exit.
         "--exit-timeout-secs=5",
         "--log-info=false",
         "--log-warning=false",
     ]
-    os.execve(words[0], words, environment)
+    os.execve(command[0], command, environment)
 
 
 if __name__ == "__main__":
-    become(*sys.argv[1:])
+    exec_tritonserver(*sys.argv[1:])

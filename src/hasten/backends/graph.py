@@ -1,21 +1,21 @@
-"""A graph as it is, in plain ONNX Runtime: the original of a model that came as ONNX, and what every bundle can fall
-back on. It competes where it was given; of a model that came as weights, `onnxruntime` runs the same graph, fused.
+"""Run an unmodified graph in plain ONNX Runtime: the baseline of a model given as ONNX, and every bundle's fallback.
+
+It competes only if the model came as a graph; if it came as weights, `onnxruntime` runs the same graph, fused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from hasten.backends import Artifact, Dialect, RunOptions, Session, Source
+from hasten.backends import Dialect
 from hasten.backends.onnxruntime import BACKEND as RUNTIME
-from hasten.core.execution import Execution
-from hasten.core.hardware import Machine
-from hasten.core.tensors import Batch
+from hasten.core.system.hardware import Machine
 from hasten.core.variant import CPU, Support, Variant
 
 
 class Graph:
+    """The backend `graph`."""
+
     name = "graph"
     requires = RUNTIME.requires
     extra = RUNTIME.extra
@@ -30,17 +30,10 @@ class Graph:
     def variants(self, machine: Machine) -> Sequence[Variant]:
         return []
 
-    def make(self, source: Source, variant: Variant, directory: Path) -> Artifact:
-        return RUNTIME.make(source, variant, directory)
-
-    def open(self, artifact: Artifact, options: RunOptions) -> Session:
-        return RUNTIME.open(artifact, options)
-
-    def executions(self, artifact: Artifact) -> Sequence[Execution]:
-        return RUNTIME.executions(artifact)
-
-    def first_non_finite(self, artifact: Artifact, batch: Batch) -> str | None:
-        return RUNTIME.first_non_finite(artifact, batch)
+    make = RUNTIME.make
+    open = RUNTIME.open
+    placements = RUNTIME.placements
+    first_non_finite = RUNTIME.first_non_finite
 
 
 BACKEND = Graph()

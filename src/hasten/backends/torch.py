@@ -1,4 +1,4 @@
-"""PyTorch as it comes: the reference for answers and the baseline for speed. Never stored in a bundle."""
+"""Run the PyTorch module unchanged: the reference for outputs and the baseline for speed. Never stored in a bundle."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from hasten.backends import (
     probe_gpu,
     probe_packages,
 )
-from hasten.core.buckets import check_lengths
 from hasten.core.errors import StageError
-from hasten.core.execution import Execution, Trial
-from hasten.core.hardware import Machine
-from hasten.core.recording import recording
+from hasten.core.gpu.capture_lock import capture_lock
+from hasten.core.gpu.padded_buckets import check_lengths
+from hasten.core.placement import OperatorPlacement, SelfTest
+from hasten.core.system.hardware import Machine
 from hasten.core.tensors import Batch, FloatArray, IntArray, Layout, Outputs, SessionSpec, pad, unpad
 from hasten.core.variant import CPU, CUDA, Precision, Support, Variant
 
 FILE = "module.pt"
 _DTYPES = {Precision.FP32: "float32", Precision.FP16: "float16", Precision.BF16: "bfloat16"}
+_ON_GPU = [Variant("torch", precision, CUDA) for precision in _DTYPES]
 
 
 class Torch:
+    """The backend `torch`."""
+
     name = "torch"
     requires = ("torch",)
     extra = "build"
@@ -39,48 +42,44 @@ class Torch:
     def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
         if variant is None or variant == Variant(self.name, Precision.FP32):
             return probe_packages(self)
-        if variant not in self._on_gpu():
-            return Support.no("as the reference it runs in fp32 on the CPU; on 'cuda' in fp32, fp16 and bf16")
+        if variant not in _ON_GPU:
+            return Support.no("it runs in fp32 on the CPU, and in fp32, fp16 and bf16 on 'cuda'")
         support = probe_packages(self)
         return probe_torch_gpu(machine) if support.ok else support
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
-        """On a GPU bf16 only when asked for: it says no more about speed than fp16."""
-        offered = [variant for variant in self._on_gpu() if variant.precision is not Precision.BF16]
-        return [Variant(self.name, Precision.FP32), *(one for one in offered if self.probe(machine, one).ok)]
+        """Return the baselines; bf16 runs only if named, because it is as fast as fp16."""
+        offered = [variant for variant in _ON_GPU if variant.precision is not Precision.BF16]
+        return [Variant(self.name, Precision.FP32), *(each for each in offered if self.probe(machine, each).ok)]
 
     def make(self, source: Source, variant: Variant, directory: Path) -> Artifact:
-        save_module(source, directory)
-        return Artifact(variant, source.signature, directory, {MODEL: FILE})
+        return save_module(source, variant, directory)
 
     def open(self, artifact: Artifact, options: RunOptions) -> Session:
         return ModuleSession(load_module(artifact), artifact, options)
 
-    def trials(self, machine: Machine) -> Sequence[Trial]:
+    def trials(self, machine: Machine) -> Sequence[SelfTest]:
         import torch
 
         devices = [CPU]
-        found = []
+        tests = []
         if torch.version.cuda and torch.cuda.is_available():
             devices.append(CUDA)
         elif torch.version.cuda:
-            here = "cannot use the GPU here" if machine.gpus else "there is no GPU here: the CPU build is far smaller"
-            note = f"built for CUDA {torch.version.cuda}, and {here}"
-            found.append(Trial(CUDA, is_ok=not machine.gpus, note=note))
+            problem = "cannot use the GPU" if machine.gpus else "there is no GPU here: the CPU build is far smaller"
+            note = f"built for CUDA {torch.version.cuda}, but {problem}"
+            tests.append(SelfTest(CUDA, is_ok=not machine.gpus, note=note))
         for device in devices:
             try:
                 product = torch.ones(16, 16, device=device) @ torch.ones(16, 16, device=device)
-                found.append(Trial(device, (Execution("matmul", product.device.type, 1),)))
+                tests.append(SelfTest(device, (OperatorPlacement("matmul", product.device.type, 1),)))
             except RuntimeError as error:
-                found.append(Trial(device, is_ok=False, note=str(error).splitlines()[0]))
-        return found
-
-    def _on_gpu(self) -> list[Variant]:
-        return [Variant(self.name, precision, CUDA) for precision in _DTYPES]
+                tests.append(SelfTest(device, is_ok=False, note=str(error).splitlines()[0]))
+        return tests
 
 
 def probe_torch_gpu(machine: Machine) -> Support:
-    """Whether the PyTorch that is installed can use a GPU that is there."""
+    """Return whether the installed PyTorch can use the machine's GPU."""
     support = probe_gpu(machine)
     if not support.ok:
         return support
@@ -88,42 +87,41 @@ def probe_torch_gpu(machine: Machine) -> Support:
 
     if torch.cuda.is_available():
         return support
-    reason = "is built for the CPU alone" if torch.version.cuda is None else f"needs a driver for {torch.version.cuda}"
-    return Support.no(f"the PyTorch that is installed {reason}, and cannot use the GPU")
+    reason = "is built for CPUs only" if torch.version.cuda is None else f"needs a driver for {torch.version.cuda}"
+    return Support.no(f"the installed PyTorch {reason} and cannot use the GPU")
 
 
-def save_module(source: Source, directory: Path) -> None:
-    """Pickled whole, into the build's own temporary directory: the benchmark's process reads it from there."""
+def save_module(source: Source, variant: Variant, directory: Path) -> Artifact:
+    """Save the pickled module in the build's temporary directory, from which the benchmark process loads it."""
     import torch
 
     try:
         torch.save(source.module, directory / FILE)
-    except Exception as error:  # whatever a model's own attributes raise when pickled
-        raise StageError(f"the PyTorch module cannot be saved for the benchmark: {error}") from error
+    except Exception as error:  # pickling a model's attributes may raise anything
+        raise StageError(f"cannot save the PyTorch module for the benchmark: {error}") from error
+    return Artifact(variant, source.signature, directory, {MODEL: FILE})
 
 
 def load_module(artifact: Artifact) -> Any:
-    """On the variant's device, in its precision."""
+    """Load the module on the variant's device, in its precision."""
     import torch
 
-    # Not weights alone: this build wrote the file a moment ago, and no bundle can hold one (is_stored).
+    # Unpickling is safe: this build has just written the file, and opening a bundle rejects this backend.
     try:
         module = torch.load(artifact.path(), weights_only=False, map_location=artifact.variant.device).eval()
         if artifact.variant.precision is not Precision.FP32:
-            _cast(module, getattr(torch, _DTYPES[artifact.variant.precision]))
-    except Exception as error:  # unpickling raises whatever the damage leads to
+            # Only the weights are cast: the frequencies of rotary embeddings are not among them and stay in fp32.
+            dtype, weights = getattr(torch, _DTYPES[artifact.variant.precision]), module.state_dict()
+            cast = {name: value.to(dtype) for name, value in weights.items() if value.is_floating_point()}
+            module.load_state_dict(weights | cast, assign=True)
+    except Exception as error:  # unpickling a damaged file may raise anything
         raise StageError(f"PyTorch cannot load {artifact.variant}: {type(error).__name__}: {error}") from error
     return module
 
 
-def _cast(module: Any, dtype: Any) -> None:
-    """What is in its weights alone: frequencies of rotary embeddings, which are in none, stay in fp32."""
-    weights = module.state_dict()
-    halves = {name: value.to(dtype) for name, value in weights.items() if value.is_floating_point()}
-    module.load_state_dict(weights | halves, assign=True)
-
-
 class ModuleSession(PaddedSession):
+    """A PyTorch module, called on padded batches."""
+
     def __init__(self, module: Any, artifact: Artifact, options: RunOptions) -> None:
         import torch
 
@@ -141,19 +139,19 @@ class ModuleSession(PaddedSession):
         return unpad(self.answer(pad(batch, self.spec.signature)), batch, self.spec.signature)
 
     def answer(self, feeds: Mapping[str, IntArray]) -> dict[str, FloatArray]:
-        """Rectangles in and out; what is between stays on the device."""
+        """Run padded inputs on the module's device and return padded outputs on the host."""
         import torch
 
         try:
-            with recording.beside_others(), torch.inference_mode():
+            with capture_lock.shared(), torch.inference_mode():
                 results = self._module(
                     **{name: torch.from_numpy(feed).to(self._device) for name, feed in feeds.items()}
                 )
-                found = [result.float().cpu().numpy() for result in results]
-        except Exception as error:  # a model raises what its author chose to
+                outputs = [result.float().cpu().numpy() for result in results]
+        except Exception as error:  # a model may raise anything
             rows = len(next(iter(feeds.values())))
             raise StageError(f"PyTorch failed on a batch of {rows}: {error}") from error
-        return {spec.name: result for spec, result in zip(self.spec.signature.outputs, found, strict=True)}
+        return {spec.name: result for spec, result in zip(self.spec.signature.outputs, outputs, strict=True)}
 
 
 BACKEND = Torch()

@@ -1,1 +1,1 @@
-"""From a model to a bundle: load · export · check · optimize · verify · bench · choose · write."""
+"""Build bundles from models: load, export, check, optimize, verify, benchmark, choose, write."""

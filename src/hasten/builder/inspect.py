@@ -1,4 +1,4 @@
-"""Looking into a finished bundle: what it takes and gives, what the passes made of its graph, what really runs."""
+"""Inspect a bundle: its inputs and outputs, the passes over its graphs, and the operators that really run."""
 
 from __future__ import annotations
 
@@ -9,54 +9,56 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from hasten.backends import BACKENDS, DECODER, MODEL, Artifact, TellsExecutions
+from hasten.backends import BACKENDS, DECODER, MODEL, Artifact, ReportsPlacement
 from hasten.backends.onnxruntime import stored_precision
-from hasten.backends.onnxruntime.caches import CROSS, PAST
+from hasten.backends.onnxruntime.kv_cache import CROSS, PAST
 from hasten.bundle import Bundle
 from hasten.bundle.manifest import ModelOrigin
 from hasten.core.errors import BundleError, HastenError, PlanError, StageError, UnsupportedError, missing_package
-from hasten.core.execution import Execution
-from hasten.core.generation import GenerationSpec
-from hasten.core.hardware import this_machine
+from hasten.core.generation_types import GenerationSpec
+from hasten.core.placement import OperatorPlacement
 from hasten.core.report import Pass
+from hasten.core.system.hardware import this_machine
 from hasten.core.tensors import Signature
 from hasten.core.variant import Precision
-from hasten.graph import operators, read_graph
+from hasten.onnx_graph import operators, read_graph
 from hasten.tasks import TaskSpec
 
-# What the graph that all variants come from is called beside them.
+# The name of the graph that all variants are made from.
 GRAPH = "graph"
-_PORTS = 65535
+_MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
 class GraphView:
-    """One graph file of a bundle; `executed` where it was loaded to see."""
+    """A graph file of a bundle; `executed` are the operators that ran, if the variant was loaded."""
 
     name: str
     file: str
     operators: dict[str, int]
-    executed: tuple[Execution, ...] = ()
+    executed: tuple[OperatorPlacement, ...] = ()
     notes: tuple[str, ...] = ()
-    # Which of the variant's graphs; most have one.
+    # The name among the variant's graphs; most variants have one.
     graph: str = MODEL
-    # What most of its weights are stored in, where that can be counted.
+    # The precision of most of its weights, if it can be read.
     weights: Precision | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
-    """What a text in progress takes beside the weights: its keys and values, in fp32."""
+class CacheView:
+    """The size of the KV cache of a sequence."""
 
     bytes_per_token: int
-    # Where an encoder reads the prompt: of each token there.
+    # Of the cross-attention, for each token that the encoder reads.
     bytes_per_prompt_token: int
-    # Of a text that fills the context, without a prompt that an encoder reads.
+    # Of a sequence that fills the context, without cross-attention.
     full_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
+    """The contents of a bundle, or of one of its variants."""
+
     path: Path
     model: ModelOrigin
     hasten: str
@@ -66,46 +68,47 @@ class Inspection:
     files: dict[str, int]
     passes: tuple[Pass, ...]
     graphs: tuple[GraphView, ...]
-    # Of a model that writes.
+    # Of a generative model.
     generation: GenerationSpec | None = None
-    cache: Cache | None = None
+    cache: CacheView | None = None
 
 
 def inspect(bundle: Bundle, variant: str | None = None) -> Inspection:
-    """All of it, or one variant, which is then loaded to see what its runtime makes of it."""
+    """Inspect a bundle, or one variant of it, which is then loaded to see the operators that its runtime executes."""
     bundle.check()
-    about, passes = bundle.manifest, bundle.report.passes
+    manifest, passes = bundle.manifest, bundle.report.passes
     if variant is not None:
-        artifact = bundle.artifact(bundle.entry(variant))
+        artifacts = {variant: bundle.artifact(bundle.entry(variant))}
         passes = tuple(step for step in passes if variant in step.variants)
-        views = [_view(bundle, variant, artifact, graph, passes, is_loaded=True) for graph in artifact.graphs]
     else:
-        # Models that write have graphs with their variants alone.
-        artifacts = {GRAPH: bundle.graph()} if about.graphs else {}
-        artifacts |= {entry.name: bundle.artifact(entry) for entry in about.variants}
-        views = [
-            _view(bundle, name, artifact, graph, passes, is_loaded=False)
-            for name, artifact in artifacts.items()
-            for graph in artifact.graphs
-        ]
+        # A generative model has no graph beside those of its variants.
+        artifacts = {GRAPH: bundle.graph()} if manifest.graphs else {}
+        artifacts |= {entry.name: bundle.artifact(entry) for entry in manifest.variants}
+    views = [
+        _view(bundle, name, artifact, graph, passes, is_loaded=variant is not None)
+        for name, artifact in artifacts.items()
+        for graph in artifact.graphs
+    ]
     return Inspection(
         path=bundle.path,
-        model=about.model,
-        hasten=about.hasten,
-        created=about.created,
-        task=about.task,
-        signature=about.signature,
-        files={name: (bundle.path / name).stat().st_size for name in about.files},
+        model=manifest.model,
+        hasten=manifest.hasten,
+        created=manifest.created,
+        task=manifest.task,
+        signature=manifest.signature,
+        files={name: (bundle.path / name).stat().st_size for name in manifest.files},
         passes=passes,
         graphs=tuple(views),
-        generation=about.generation,
-        cache=_cache(bundle) if about.generation is not None else None,
+        generation=manifest.generation,
+        cache=_cache_size(bundle),
     )
 
 
-def _cache(bundle: Bundle) -> Cache | None:
-    """As the decoder's graph has it; None where there is no package to read that."""
+def _cache_size(bundle: Bundle) -> CacheView | None:
+    """Return the size that a decoder's graph declares; None without a decoder, or without a package to read it."""
     artifact = bundle.artifact(bundle.chosen)
+    if DECODER not in artifact.graphs:
+        return None
     try:
         inputs = read_graph(artifact.path(DECODER), with_weights=False).graph.input
     except UnsupportedError:
@@ -119,47 +122,43 @@ def _cache(bundle: Bundle) -> Cache | None:
                 _, heads, _, width = entry.type.tensor_type.shape.dim
                 number_bytes = tensor_dtype_to_np_dtype(entry.type.tensor_type.elem_type).itemsize
                 sizes[prefix] += heads.dim_value * width.dim_value * number_bytes
-    return Cache(sizes[PAST], sizes[CROSS], sizes[PAST] * artifact.signature.max_length)
+    return CacheView(sizes[PAST], sizes[CROSS], sizes[PAST] * artifact.signature.max_length)
 
 
 def _view(
     bundle: Bundle, name: str, artifact: Artifact, graph: str, passes: tuple[Pass, ...], *, is_loaded: bool
 ) -> GraphView:
-    file, place = artifact.path(graph), list(artifact.graphs).index(graph)
+    file, index = artifact.path(graph), list(artifact.graphs).index(graph)
     notes = []
-    counted: Mapping[str, int] = {}
+    operator_counts: Mapping[str, int] = {}
     weights = None
     try:
-        counted = _counted(file)
+        operator_counts = _count_operators(file)
         weights = stored_precision(file) if file.suffix == ".onnx" else None
     except UnsupportedError as error:
-        # What the build wrote down is what its last pass left in the file; each goes over all graphs in their order.
+        # The build recorded the operators after its last pass; each pass goes over all graphs in their order.
         recorded = [step for step in passes if name in step.variants]
         if recorded and file.suffix == ".onnx":
-            counted = recorded[place - len(artifact.graphs)].operators_after
+            operator_counts = recorded[index - len(artifact.graphs)].operators_after
         else:
             notes.append(str(error))
-    executed: tuple[Execution, ...] = ()
-    # A runtime tells of all its graphs at once.
-    if is_loaded and place == 0:
+    executed: tuple[OperatorPlacement, ...] = ()
+    # A runtime reports all its graphs at once.
+    if is_loaded and index == 0:
         try:
-            executed = _executions(artifact)
+            executed = _placements(artifact)
         except HastenError as error:
-            notes.append(f"what it executes is not known: {error}")
-    where = file.relative_to(bundle.path).as_posix()
-    return GraphView(name, where, dict(counted), executed, tuple(notes), graph, weights)
+            notes.append(f"the executed operators are unknown: {error}")
+    relative = file.relative_to(bundle.path).as_posix()
+    return GraphView(name, relative, dict(operator_counts), executed, tuple(notes), graph, weights)
 
 
-def _counted(file: Path) -> dict[str, int]:
+def _count_operators(file: Path) -> dict[str, int]:
     if file.suffix == ".onnx":
         return operators(file)
-    if file.suffix == ".xml":
-        return _openvino_layers(file)
-    raise UnsupportedError(f"operators of '{file.suffix}' files cannot be counted")
-
-
-def _openvino_layers(file: Path) -> dict[str, int]:
-    """OpenVINO's graphs are XML beside their weights: no package is needed to read them."""
+    if file.suffix != ".xml":
+        raise UnsupportedError(f"counting the operators of '{file.suffix}' files is not supported")
+    # An OpenVINO graph is XML beside its weights and needs no package to read.
     try:
         layers = ElementTree.parse(file).iterfind("layers/layer")
         return dict(Counter(layer.attrib["type"] for layer in layers).most_common())
@@ -167,24 +166,24 @@ def _openvino_layers(file: Path) -> dict[str, int]:
         raise BundleError(f"{file} is not an OpenVINO graph: {error}") from error
 
 
-def _executions(artifact: Artifact) -> tuple[Execution, ...]:
+def _placements(artifact: Artifact) -> tuple[OperatorPlacement, ...]:
     backend = BACKENDS.get(artifact.variant.backend)
     support = backend.probe(this_machine(), artifact.variant)
     if not support.ok:
         raise UnsupportedError(f"{artifact.variant} does not run here: {support.reason}", hint=support.hint or None)
-    if not isinstance(backend, TellsExecutions):
-        raise UnsupportedError(f"the backend '{backend.name}' does not tell")
-    return tuple(backend.executions(artifact))
+    if not isinstance(backend, ReportsPlacement):
+        raise UnsupportedError(f"the backend '{backend.name}' does not report them")
+    return tuple(backend.placements(artifact))
 
 
-def show(bundle: Bundle, variant: str | None = None, port: int | None = None) -> str:
+def open_viewer(bundle: Bundle, variant: str | None = None, port: int | None = None) -> str:
     """Open the graph, or a variant's, in Netron's viewer, and return the viewer's address."""
     try:
         import netron
     except ImportError as error:
         raise missing_package("netron", "showing a graph", "inspect") from error
-    if port is not None and not 0 <= port <= _PORTS:
-        raise PlanError(f"--port {port} is not between 0 and {_PORTS}")
+    if port is not None and not 0 <= port <= _MAX_PORT:
+        raise PlanError(f"--port {port} is not between 0 and {_MAX_PORT}")
     if variant is None and bundle.manifest.graphs:
         artifact = bundle.graph()
     else:
@@ -192,14 +191,14 @@ def show(bundle: Bundle, variant: str | None = None, port: int | None = None) ->
     graph = DECODER if DECODER in artifact.graphs else MODEL
     logging.getLogger("netron").setLevel(logging.WARNING)
     try:
-        host, taken = netron.start(str(artifact.path(graph)), address=("localhost", port))
+        host, used_port = netron.start(str(artifact.path(graph)), address=("localhost", port))
     except OSError as error:
-        raise StageError(f"port {port} cannot be used: {error.strerror}", hint="--port 0 takes a free one") from error
-    return f"http://{host}:{taken}"
+        raise StageError(f"port {port} cannot be used: {error.strerror}", hint="--port 0 picks a free one") from error
+    return f"http://{host}:{used_port}"
 
 
 def wait_for_viewer() -> None:
-    """Until Ctrl-C."""
+    """Wait until the user presses Ctrl-C."""
     import netron
 
     netron.wait()

@@ -1,12 +1,12 @@
-"""The bundle: a self-contained directory that is written once and never changed.
+"""Read and write bundles: self-contained directories that are written once and never changed.
 
-manifest.json            what it is: model, task, tensors, variants, hashes, machine, versions
-report.json              what was measured when it was built
-graph/model.onnx         the graph every variant comes from, in fp32 unless it was given in less
+manifest.json            model, task, tensors, variants, hashes, machine, versions
+report.json              measurements of the build
+graph/model.onnx         the graph every variant comes from, in fp32 unless the source has a lower precision
 variants/<name>/…        the chosen variant and the next eligible one
 tokenizer/tokenizer.json
 transformers/…           the configurations of model and tokenizer that transformers reads
-reference/inputs.jsonl   texts and, in outputs.npz, what the original answered
+reference/inputs.jsonl   input rows; outputs.npz has the outputs of the original model
 """
 
 from hasten.bundle.manifest import Manifest, VariantEntry

@@ -1,4 +1,4 @@
-"""The manifest: what a bundle says about itself, its schema version and the way from older ones."""
+"""The manifest of a bundle: its schema, validation and migration from older versions."""
 
 from __future__ import annotations
 
@@ -11,35 +11,37 @@ from typing import Any
 import msgspec
 
 from hasten.core.errors import BundleError, PlanError
-from hasten.core.generation import GenerationSpec
-from hasten.core.hardware import Machine
+from hasten.core.generation_types import GENERATION_TASKS, GenerationSpec
 from hasten.core.plan import Gate
 from hasten.core.report import Agreement, Metric
+from hasten.core.system.hardware import Machine
 from hasten.core.tensors import Signature
-from hasten.core.tokenizer import TokenizerSpec
+from hasten.core.text.tokenizer import TokenizerSpec
 from hasten.core.variant import Precision, Variant
 from hasten.tasks import TaskSpec
 
 SCHEMA = 1
 FILE = "manifest.json"
 
-# From schema n to n + 1, on plain JSON values. Old bundles are never refused for their age.
+# From schema n to n + 1, on plain JSON values. Old bundles are never rejected for their age.
 _MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOrigin:
-    """Where the model came from."""
+    """The source of the model."""
 
     id: str
     revision: str | None
     architecture: str
-    # The ONNX graph it came as, by its path in the model's directory; None where it came as weights.
+    # The path of its ONNX graph in the model's directory; None for PyTorch weights.
     file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class VariantEntry:
+    """A variant that the bundle holds, and how it was judged."""
+
     name: str
     backend: str
     precision: Precision
@@ -48,18 +50,21 @@ class VariantEntry:
     graphs: dict[str, str]
     agreement: Agreement
     metric: Metric | None = None
-    # Whether a row may be answered otherwise beside other rows: where they share a scale, as in dynamic int8.
+    # Whether the other rows of a batch can change an answer: in dynamic int8 they share a scale.
     depends_on_batch: bool = False
-    # It computes right only where the processor has any of these; empty: anywhere.
+    # It computes correctly only on CPUs with any of these instructions; empty for any CPU.
     instructions: tuple[str, ...] = ()
 
     @property
     def variant(self) -> Variant:
-        return Variant(self.backend, self.precision, self.device, Variant.parse(self.name).ways)
+        """Return the parsed variant."""
+        return Variant(self.backend, self.precision, self.device, Variant.parse(self.name).modifiers)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
+    """The content of manifest.json."""
+
     schema: int
     hasten: str
     created: str
@@ -69,39 +74,39 @@ class Manifest:
     signature: Signature
     graphs: dict[str, str]
     variants: tuple[VariantEntry, ...]
-    # The gate as it was asked for; None stands for the task's default.
+    # The gate of the build; None stands for the task's default.
     gate: Gate
     machine: Machine
     # SHA-256 of every file but this one, by path from the bundle's root.
     files: dict[str, str]
-    # What the graph's weights are stored in: a model may come as a quantized graph.
+    # The precision of the graph's weights: the source may be a quantized graph.
     graph_precision: Precision = Precision.FP32
-    # Of a model that writes, which holds its graphs with its variants alone.
+    # For generative models, whose graphs are in their variants only.
     generation: GenerationSpec | None = None
     # SHA-256 of this manifest without this field: the bundle's identity.
     digest: str = ""
 
     @property
     def chosen(self) -> VariantEntry:
+        """Return the variant that the build chose."""
         return self.variants[0]
 
     def sealed(self) -> Manifest:
+        """Return the manifest with its digest."""
         return replace(self, digest=_digest(msgspec.json.decode(msgspec.json.encode(self))))
 
     def to_json(self) -> bytes:
+        """Return the content of manifest.json."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    file = directory / FILE
+    """Read and validate the manifest of a bundle."""
+    file, hint = directory / FILE, "build one with: hasten build MODEL -o DIR"
     if not directory.is_dir():
-        raise BundleError(
-            f"no bundle at {directory}: no such directory", hint="make one with: hasten build MODEL -o DIR"
-        )
+        raise BundleError(f"no bundle at {directory}: no such directory", hint=hint)
     if not file.is_file():
-        raise BundleError(
-            f"{directory} is not a bundle: it has no {FILE}", hint="make one with: hasten build MODEL -o DIR"
-        )
+        raise BundleError(f"{directory} is not a bundle: it has no {FILE}", hint=hint)
     try:
         raw = msgspec.json.decode(file.read_bytes())
         schema = raw["schema"]
@@ -111,38 +116,42 @@ def read_manifest(directory: Path) -> Manifest:
         raise BundleError(f"{file} is damaged: its schema is {schema!r}", hint="build the bundle again")
     if schema > SCHEMA:
         raise BundleError(
-            f"{directory} has bundle format {schema}; this hasten reads up to {SCHEMA}",
-            hint="pip install -U hasten",
+            f"{directory} has bundle format {schema}; this hasten reads up to {SCHEMA}", hint="pip install -U hasten"
         )
     is_sealed = raw.get("digest") == _digest(raw)
     for old in range(schema, SCHEMA):
         raw = _MIGRATIONS[old](raw)
     try:
         manifest = msgspec.convert(raw, Manifest)
-    except (msgspec.ValidationError, PlanError) as error:  # PlanError: a gate that no plan would allow
+    except (msgspec.ValidationError, PlanError) as error:  # PlanError: an invalid gate
         raise BundleError(f"{file} is damaged: {error}", hint="build the bundle again") from error
     if not is_sealed:
         raise BundleError(f"{file} was changed after it was built", hint="build the bundle again")
     for path in (*manifest.files, *manifest.graphs.values()):
-        inside(directory, path)
+        resolve_inside(directory, path)
     graphs = [*manifest.graphs.values()]
     graphs += [f"variants/{entry.name}/{path}" for entry in manifest.variants for path in entry.graphs.values()]
     for path in graphs:
         if path not in manifest.files:
-            raise BundleError(f"{directory} is unsafe: it names the graph '{path}', of which it holds no hash")
+            raise BundleError(f"{directory} is unsafe: it has no hash of the graph '{path}'")
+    if (manifest.generation is not None) != (manifest.task.name in GENERATION_TASKS):
+        raise BundleError(
+            f"{file} is damaged: the settings of text generation do not match its task, {manifest.task.name}",
+            hint="build the bundle again",
+        )
     if not manifest.variants:
         raise BundleError(f"{file} lists no variant", hint="build the bundle again")
     return manifest
 
 
 def _digest(raw: Mapping[str, object]) -> str:
-    """Of what stands in the file, not of what is read from it: a field that a later hasten adds changes nothing."""
+    """Return the digest of the file's content, not of the parsed fields: fields of a later hasten do not change it."""
     content = {name: value for name, value in raw.items() if name != "digest"}
     return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
 
 
 def is_bundle(directory: Path) -> bool:
-    """Whether a directory looks like one of ours; other programs have files called manifest.json too."""
+    """Return whether a directory looks like a bundle; other programs have files named manifest.json too."""
     try:
         raw = msgspec.json.decode((directory / FILE).read_bytes())
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -150,13 +159,13 @@ def is_bundle(directory: Path) -> bool:
     return isinstance(raw, dict) and {"schema", "hasten", "digest"} <= set(raw)
 
 
-def inside(directory: Path, relative: str) -> Path:
-    """The path, if it stays in the directory, symbolic links followed."""
+def resolve_inside(directory: Path, relative: str) -> Path:
+    """Return the path if it stays inside the directory after following symbolic links, else raise BundleError."""
     pure = PurePosixPath(relative)
     path = directory / pure
     try:
         is_inside = path.resolve().is_relative_to(directory.resolve())
-    except (OSError, ValueError, RuntimeError):  # a name no file can have, links in a circle
+    except (OSError, ValueError, RuntimeError):  # an invalid file name, or a cycle of links
         is_inside = False
     if pure.is_absolute() or ".." in pure.parts or not is_inside:
         raise BundleError(f"{directory} is unsafe: it names the path '{relative}', which leaves the bundle")
@@ -164,5 +173,6 @@ def inside(directory: Path, relative: str) -> Path:
 
 
 def sha256(file: Path) -> str:
+    """Return the hash of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

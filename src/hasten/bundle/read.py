@@ -1,10 +1,11 @@
-"""A bundle on disk, read with every check: format, hashes, paths."""
+"""Open a bundle and check its format, hashes and paths."""
 
 from __future__ import annotations
 
 import json
 import zipfile
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,20 +14,20 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from hasten.backends import MODEL, Artifact
-from hasten.bundle.manifest import Manifest, VariantEntry, inside, read_manifest, sha256
-from hasten.core.errors import BundleError, PlanError
+from hasten.backends import BACKENDS, Artifact
+from hasten.bundle.manifest import Manifest, VariantEntry, read_manifest, resolve_inside, sha256
+from hasten.core.errors import BundleError, PlanError, UnsupportedError
 from hasten.core.registry import did_you_mean
 from hasten.core.report import Report
 from hasten.core.tensors import FloatArray
-from hasten.core.tokenizer import Tokenizer
+from hasten.core.text.tokenizer import Tokenizer
 from hasten.core.variant import Variant
 
 if TYPE_CHECKING:
     from hasten.tasks import Row
 
 TOKENIZER = "tokenizer/tokenizer.json"
-# What transformers knows the model by: config.json and tokenizer_config.json.
+# The directory of config.json and tokenizer_config.json, which transformers reads.
 TRANSFORMERS = "transformers"
 REPORT = "report.json"
 REFERENCE_INPUTS = "reference/inputs.jsonl"
@@ -36,7 +37,7 @@ GRAPH_BACKEND = "graph"
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Texts and what the original model answered to them, raw."""
+    """Input rows and the raw outputs of the original model."""
 
     rows: tuple[Row, ...]
     outputs: dict[str, FloatArray]
@@ -44,11 +45,14 @@ class Reference:
 
 @dataclass(frozen=True)
 class Bundle:
+    """A bundle on disk. Files are checked against their hashes when they are used."""
+
     path: Path
     manifest: Manifest
 
     @cached_property
     def report(self) -> Report:
+        """Return the report of the build."""
         try:
             return msgspec.json.decode(self._checked(REPORT).read_bytes(), type=Report)
         except msgspec.DecodeError as error:
@@ -56,40 +60,44 @@ class Bundle:
 
     @property
     def chosen(self) -> VariantEntry:
+        """Return the variant that the build chose."""
         return self.manifest.chosen
 
     def entry(self, name: str) -> VariantEntry:
+        """Return the variant of this name."""
         known = {entry.name: entry for entry in self.manifest.variants}
         if name not in known:
             raise PlanError(
-                f"the bundle holds no variant '{name}'{did_you_mean(name, known)}",
-                hint=f"it holds: {', '.join(known)}",
+                f"the bundle has no variant '{name}'{did_you_mean(name, known)}", hint=f"it has: {', '.join(known)}"
             )
         return known[name]
 
     def artifact(self, entry: VariantEntry) -> Artifact:
-        """The variant's files, their hashes checked."""
+        """Return the files of a variant after checking its backend and their hashes."""
+        _check_backend(self.path, entry)
         folder = f"variants/{entry.name}"
         self._check_folder(folder)
         return Artifact(entry.variant, self.manifest.signature, self.path / folder, entry.graphs)
 
     def graph(self) -> Artifact:
-        """The graph itself, which ONNX Runtime runs anywhere."""
+        """Return the portable graph, which ONNX Runtime runs on any machine."""
         self._check_folder("graph")
         graphs = {name: path.removeprefix("graph/") for name, path in self.manifest.graphs.items()}
         variant = Variant(GRAPH_BACKEND, self.manifest.graph_precision)
         return Artifact(variant, self.manifest.signature, self.path / "graph", graphs)
 
     def tokenizer(self) -> Tokenizer:
+        """Open the tokenizer."""
         return Tokenizer.open(self._checked(TOKENIZER), self.manifest.tokenizer)
 
     def configuration(self, name: str) -> Path | None:
-        """A file that transformers reads, such as config.json; None in a bundle from before they were stored."""
+        """Return a file that transformers reads, such as config.json; None in older bundles, which lack them."""
         file = f"{TRANSFORMERS}/{name}"
         return self._checked(file) if file in self.manifest.files else None
 
     def reference(self) -> Reference:
-        # Not splitlines: texts may hold separators that JSON does not escape.
+        """Read the stored rows and outputs."""
+        # Not splitlines: texts may contain separators that JSON does not escape.
         try:
             text = self._checked(REFERENCE_INPUTS).read_text(encoding="utf-8", errors="surrogatepass")
             rows = tuple(json.loads(row) for row in text.rstrip("\n").split("\n"))
@@ -98,7 +106,7 @@ class Bundle:
         except (ValueError, RecursionError) as error:
             raise BundleError(f"{self.path / REFERENCE_INPUTS} is damaged: {error}") from error
         try:
-            # Opened here, since NumPy leaves a file open that turns out to be no archive.
+            # Opened here: NumPy does not close a file that is not an archive.
             with self._checked(REFERENCE_OUTPUTS).open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
                 outputs = {name: arrays[name] for name in arrays.files}
         except (ValueError, TypeError, EOFError, zlib.error, zipfile.BadZipFile) as error:
@@ -106,19 +114,19 @@ class Bundle:
         return Reference(rows, outputs)
 
     def check(self) -> None:
-        """Every file, its hash, and that nothing else lies in the directory."""
+        """Check the hash of every file, and that the directory has no others."""
         for name in self.manifest.files:
             self._checked(name)
-        found = {
+        names = {
             file.relative_to(self.path).as_posix()
             for file in self.path.rglob("*")
             if file.is_symlink() or not file.is_dir()
         }
-        # What lands beside the manifest (README.md, .DS_Store) is never read; what lies in our folders might be.
-        extra = sorted(name for name in found - set(self.manifest.files) if "/" in name and not name.startswith("."))
+        # Files beside the manifest (README.md, .DS_Store) are never read; files in our folders might be.
+        extra = sorted(name for name in names - set(self.manifest.files) if "/" in name and not name.startswith("."))
         if extra:
             raise BundleError(
-                f"{self.path} holds a file its manifest does not list: {extra[0]}", hint="remove it, or build again"
+                f"{self.path} has a file that its manifest does not list: {extra[0]}", hint="remove it, or build again"
             )
 
     def _check_folder(self, folder: str) -> None:
@@ -129,20 +137,31 @@ class Bundle:
             self._checked(name)
 
     def _checked(self, name: str) -> Path:
-        path = inside(self.path, name)
+        path = resolve_inside(self.path, name)
         if not path.is_file():
             raise BundleError(f"{self.path} is incomplete: {name} is missing", hint="build the bundle again")
         if name not in self.manifest.files or sha256(path) != self.manifest.files[name]:
             raise BundleError(
-                f"{self.path} was changed after it was built: {name} does not match its hash",
-                hint="build it again",
+                f"{self.path} was changed after it was built: {name} does not match its hash", hint="build it again"
             )
         return path
 
 
 def open_bundle(path: Path | str) -> Bundle:
+    """Open a bundle and validate its manifest."""
     directory = Path(path).expanduser()
-    return Bundle(directory, read_manifest(directory))
+    bundle = Bundle(directory, read_manifest(directory))
+    for entry in bundle.manifest.variants:
+        # A backend of a package that is not installed here is checked when its variant is used.
+        with suppress(PlanError, UnsupportedError):
+            _check_backend(directory, entry)
+    return bundle
 
 
-__all__ = ["GRAPH_BACKEND", "MODEL", "Bundle", "Reference", "open_bundle"]
+def _check_backend(directory: Path, entry: VariantEntry) -> None:
+    """Reject a backend that does not declare that bundles may store it: PyTorch's unpickles, which runs code."""
+    if not getattr(BACKENDS.get(entry.backend), "is_stored", False):
+        raise BundleError(
+            f"{directory} holds the variant {entry.name} of the backend '{entry.backend}', which a bundle cannot store",
+            hint="do not use a bundle from this source; build the model yourself",
+        )

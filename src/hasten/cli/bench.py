@@ -1,4 +1,4 @@
-"""hasten bench BUNDLE"""
+"""hasten bench BUNDLE: benchmark the variants of a bundle on this machine."""
 
 from __future__ import annotations
 
@@ -7,47 +7,46 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("bundle", type=Path)
     parser.add_argument(
-        "-b",
-        "--batch-size",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="texts, or prompts, together (default: as it was built)",
+        "-b", "--batch-size", type=int, nargs="+", metavar="N", help="texts or prompts per batch (default: as built)"
     )
     parser.add_argument(
-        "-s", "--seq-len", type=int, nargs="+", metavar="N", help="tokens of each (default: as it was built)"
+        "-s", "--seq-len", type=int, nargs="+", metavar="N", help="tokens per text or prompt (default: as built)"
     )
-    parser.add_argument("--budget", default="60s", metavar="TIME", help="time for the benchmark (default: 60s)")
-    parser.add_argument("--threads", type=int, metavar="N")
+    parser.add_argument("--bench-budget", default="60s", metavar="TIME", help="time for the benchmark (default: 60s)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
 
 
 def main(args: argparse.Namespace) -> int:
+    """Run the command."""
     from rich.markup import escape
 
-    from hasten.builder.rebench import rebench
+    from hasten.builder.bench_bundle import bench_bundle
     from hasten.bundle import open_bundle
     from hasten.cli import console
     from hasten.core.plan import Range, Shapes, parse_duration
 
     bundle = open_bundle(args.bundle)
-    asked = bundle.report.plan.shapes
+    built = bundle.report.plan.shapes
     shapes = Shapes(
-        Range.of("--batch-size", tuple(args.batch_size)) if args.batch_size else asked.batch,
-        Range.of("--seq-len", tuple(args.seq_len)) if args.seq_len else asked.sequence,
+        Range.of("--batch-size", tuple(args.batch_size)) if args.batch_size else built.batch,
+        Range.of("--seq-len", tuple(args.seq_len)) if args.seq_len else built.sequence,
     )
-    measured = rebench(bundle, shapes, parse_duration(args.budget), args.threads, console.display(args.quiet))
+    measured = bench_bundle(
+        bundle, shapes, parse_duration(args.bench_budget), args.threads, console.display(args.quiet)
+    )
     if args.json:
         console.print_json(measured)
     else:
-        if measured.reading is not None:
-            console.print_paces(measured.reading, measured.bench)
+        if measured.prefill is not None:
+            console.print_generation_timings(measured.prefill, measured.bench)
         else:
             console.print_timings(measured.bench)
         console.print_footprints(measured.bench)
-        for candidate in measured.refused:
-            console.out.print(f"[dim]not timed: {candidate.variant}: {escape(candidate.reason)}[/]", highlight=False)
-        console.out.print(f"[dim]{measured.machine}[/]", highlight=False)
+        for candidate in measured.rejected:
+            console.out.print(f"[dim]not timed: {candidate.variant}: {escape(candidate.reason)}[/]")
+        console.out.print(f"[dim]{measured.machine}[/]")
         console.print_busy(measured.bench)
     return 0

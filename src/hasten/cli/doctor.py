@@ -1,4 +1,4 @@
-"""hasten doctor"""
+"""hasten doctor: report which packages and backends work on this machine."""
 
 from __future__ import annotations
 
@@ -7,52 +7,53 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hasten.core.execution import Trial
+    from hasten.core.placement import SelfTest
     from hasten.measure.doctor import BackendHealth, Diagnosis
     from hasten.measure.packages import Package
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It takes none of its own."""
+    """Add no arguments: the command has only the common ones."""
 
 
 def main(args: argparse.Namespace) -> int:
+    """Run the command."""
     from hasten.core.errors import UnsupportedError
     from hasten.measure.doctor import diagnose
 
-    found = diagnose()
+    diagnosis = diagnose()
     if args.json:
-        _print_json(found)
+        _print_json(diagnosis)
     else:
-        _print_diagnosis(found)
-    return UnsupportedError.exit_code if found.problems else 0
+        _print_diagnosis(diagnosis)
+    return UnsupportedError.exit_code if diagnosis.problems else 0
 
 
-# Printed with the standard library alone: what the other commands print with may be what is broken.
+# Printed with the standard library alone: the packages that other commands print with may be broken.
 
 
-def _print_json(found: Diagnosis) -> None:
+def _print_json(diagnosis: Diagnosis) -> None:
     import json
     from dataclasses import asdict
 
-    print(json.dumps(asdict(found), indent=2, ensure_ascii=False))
+    print(json.dumps(asdict(diagnosis), indent=2, ensure_ascii=False))
 
 
-def _print_diagnosis(found: Diagnosis) -> None:
-    machine = found.machine
+def _print_diagnosis(diagnosis: Diagnosis) -> None:
+    machine = diagnosis.machine
     print(machine)
     print(f"{machine.system}, Python {machine.python}, {' '.join(machine.instructions)}\n")
-    _print_table(("package", "installed", "supported", "for"), [_package(package) for package in found.packages])
+    _print_table(("package", "installed", "supported", "for"), [_package(package) for package in diagnosis.packages])
     rows: list[tuple[str, ...]] = []
-    for backend in found.backends:
+    for backend in diagnosis.backends:
         rows += _backend(backend)
-    _print_table(("backend", "here", "what it offers, and what really executed"), rows)
-    for problem in found.problems:
-        print(f"✗ {problem.what}")
+    _print_table(("backend", "status", "variants, and where operators ran"), rows)
+    for problem in diagnosis.problems:
+        print(f"✗ {problem.message}")
         if problem.hint:
             print(f"  hint: {problem.hint}")
-    if not found.problems:
-        print("✓ all that is installed works")
+    if not diagnosis.problems:
+        print("✓ everything installed works")
 
 
 def _package(package: Package) -> tuple[str, ...]:
@@ -65,20 +66,20 @@ def _package(package: Package) -> tuple[str, ...]:
 
 def _backend(backend: BackendHealth) -> list[tuple[str, ...]]:
     reason = ": ".join(filter(None, (backend.reason, backend.hint)))
-    offers = ", ".join(backend.variants) or "nothing unless asked for by name"
+    offers = ", ".join(backend.variants) or "no variants unless requested by name"
     first = (backend.name, backend.health.value, reason or offers)
-    return [first, *(("", "", _trial(trial)) for trial in backend.trials)]
+    return [first, *(("", "", _self_test(test)) for test in backend.trials)]
 
 
-def _trial(trial: Trial) -> str:
-    total = sum(execution.count for execution in trial.executed)
-    elsewhere = sum(execution.count for execution in trial.elsewhere)
-    line = trial.asked
+def _self_test(test: SelfTest) -> str:
+    total = sum(execution.count for execution in test.executed)
+    elsewhere = sum(execution.count for execution in test.elsewhere)
+    line = test.requested
     if total:
         line += f": {total - elsewhere} of {total} operators"
-    for place in dict.fromkeys(execution.on for execution in trial.elsewhere):
-        line += f"; on {place}: " + ", ".join(ran.operator for ran in trial.elsewhere if ran.on == place)
-    return line + (f" – {trial.note}" if trial.note else "")
+    for device in dict.fromkeys(execution.on for execution in test.elsewhere):
+        line += f"; on {device}: " + ", ".join(ran.operator for ran in test.elsewhere if ran.on == device)
+    return line + (f" – {test.note}" if test.note else "")
 
 
 def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,4 +1,4 @@
-"""Tables that fit: where there is no room the least needed columns go, and no row is ever broken in two."""
+"""Tables that fit the terminal: the least important columns are dropped, and no row is wrapped."""
 
 from __future__ import annotations
 
@@ -11,54 +11,62 @@ from rich.table import Table
 from rich.text import Text
 
 _GAP = 2
-# A sentence cut shorter says nothing: before that, other columns go.
-_LEAST_TEXT = 24
+# A sentence cut shorter than this is useless: other columns are dropped first.
+_MIN_TEXT_WIDTH = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Of numbers, unless it is on the left."""
+    """A column of numbers, aligned right unless `is_left`."""
 
     name: str
     is_left: bool = False
-    # Where there is no room, the highest goes first; 0 stays.
-    spare: int = 0
-    # Takes what room is left, and is cut there; the last.
+    # If the table is too wide, the column with the highest rank is dropped first; rank 0 always stays.
+    rank: int = 0
+    # A column of sentences, which takes the remaining width and is truncated there; the last column.
     is_text: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TableRow:
+    """The cells of one row, and rich's style for them."""
+
     cells: Sequence[str]
     style: str = ""
 
 
-def plain_table(title: str = "") -> Table:
+def plain_table(title: str = "", left: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
+    """Return a table without borders and rows; the columns that are aligned left come first."""
     padding = (0, _GAP, 0, 0)
-    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=padding)
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=padding)
+    for name in left:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name, justify="right")
+    return table
 
 
-def fitted_table(columns: Sequence[Column], lines: Sequence[Line], width: int) -> Table:
-    """No wider than that; columns in which nothing stands are left out."""
-    widths = [_width(column, [line.cells[place] for line in lines]) for place, column in enumerate(columns)]
-    shown = [place for place in range(len(columns)) if any(line.cells[place] for line in lines)]
+def fitted_table(columns: Sequence[Column], rows: Sequence[TableRow], width: int) -> Table:
+    """Return a table of at most this width, without empty columns."""
+    widths = [_width(column, [row.cells[index] for row in rows]) for index, column in enumerate(columns)]
+    shown = [index for index in range(len(columns)) if any(row.cells[index] for row in rows)]
 
-    def taken() -> int:
-        return sum(widths[place] for place in shown) + _GAP * (len(shown) - 1)
+    def total_width() -> int:
+        return sum(widths[index] for index in shown) + _GAP * (len(shown) - 1)
 
-    while taken() > width and any(columns[place].spare for place in shown):
-        shown.remove(max(shown, key=lambda place: columns[place].spare))
+    while total_width() > width and any(columns[index].rank for index in shown):
+        shown.remove(max(shown, key=lambda index: columns[index].rank))
     table = plain_table()
-    for place in shown:
-        column = columns[place]
-        room = width - taken() + widths[place] if column.is_text else None
+    for index in shown:
+        column = columns[index]
+        max_width = width - total_width() + widths[index] if column.is_text else None
         justify: Literal["left", "right"] = "left" if column.is_left or column.is_text else "right"
-        table.add_column(column.name, justify=justify, no_wrap=True, overflow="ellipsis", max_width=room)
-    for line in lines:
-        table.add_row(*(Text(line.cells[place]) for place in shown), style=line.style)
+        table.add_column(column.name, justify=justify, no_wrap=True, overflow="ellipsis", max_width=max_width)
+    for row in rows:
+        table.add_row(*(Text(row.cells[index]) for index in shown), style=row.style)
     return table
 
 
 def _width(column: Column, cells: Sequence[str]) -> int:
     width = max(cell_len(text) for text in (column.name, *cells))
-    return min(width, _LEAST_TEXT) if column.is_text else width
+    return min(width, _MIN_TEXT_WIDTH) if column.is_text else width

@@ -1,1 +1,1 @@
-"""What every layer shares: errors, tensors, plan, report, registry, hardware, tokenizer."""
+"""Shared by every layer: errors, tensors, plan, report, registry, hardware, tokenizer."""

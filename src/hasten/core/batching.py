@@ -1,4 +1,4 @@
-"""Which rows run together."""
+"""Group rows into batches."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import numpy as np
 
 from hasten.core.tensors import IntArray
 
-# Big enough to keep a few cores busy, small enough that the activations of one batch stay in their caches.
+# Large enough to keep a few cores busy, small enough that the activations of one batch stay in their caches.
 TOKEN_BUDGET = 2048
-# Padding that a batch may add for the sake of fewer batches: a share of its tokens, and a few in any case, since a
-# batch has a cost of its own.
-MOST_PADDING = 0.05
+# The padding that a row may get so that there are fewer batches: a share of the longest row, but always a few tokens,
+# since each batch has a fixed cost.
+MAX_PADDING = 0.05
 FREE_PADDING = 12
 
 
-def in_order(rows: int, size: int) -> list[IntArray]:
-    """So many at a time, as they come."""
+def batch_in_order(rows: int, size: int) -> list[IntArray]:
+    """Return batches of `size` consecutive rows, in order."""
     return [np.arange(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def by_length(lengths: IntArray, *, budget: int = TOKEN_BUDGET, max_rows: int = 64) -> list[IntArray]:
-    """Group rows of similar length so that a padded batch costs at most `budget` positions, few of them padding.
+def batch_by_length(lengths: IntArray, *, budget: int = TOKEN_BUDGET, max_rows: int = 64) -> list[IntArray]:
+    """Group rows of similar length so that a padded batch has at most `budget` tokens, few of them padding.
 
-    A row longer than the budget runs alone. The longest come first: memory peaks at once, not at the end.
+    A row longer than the budget runs alone. The longest rows come first, so that memory peaks at once, not at the end.
     """
     order = np.argsort(-lengths, kind="stable")
-    falling = -lengths[order]
+    descending = -lengths[order]
     groups: list[IntArray] = []
     start = 0
     while start < len(order):
-        widest = max(1, int(lengths[order[start]]))
-        shortest = widest - max(FREE_PADDING, int(MOST_PADDING * widest))
-        near = int(np.searchsorted(falling, -shortest, side="right")) - start
-        count = max(1, min(max_rows, budget // widest, near))
+        longest = max(1, int(lengths[order[start]]))
+        min_length = longest - max(FREE_PADDING, int(MAX_PADDING * longest))
+        similar = int(np.searchsorted(descending, -min_length, side="right")) - start
+        count = max(1, min(max_rows, budget // longest, similar))
         groups.append(order[start : start + count])
         start += count
     return groups

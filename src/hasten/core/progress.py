@@ -1,4 +1,4 @@
-"""How long work tells what it is doing. The command line draws it; a program may ignore it."""
+"""Report the progress of long work. The command line draws it; programs ignore it by default."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    def start(self, what: str, total: float | None = None) -> None: ...
+    """Receives the progress of nested steps; `advance` and `finish` refer to the innermost one."""
 
-    def advance(self, amount: float = 1, note: str | None = None) -> None: ...
+    def start(self, title: str, total: float | None = None) -> None:
+        """Begin a step with this title, of `total` units if their number is known."""
 
-    def finish(self, note: str = "", *, ok: bool = True) -> None: ...
+    def advance(self, amount: float = 1, note: str | None = None) -> None:
+        """Report that `amount` more units are done; `note` replaces the text beside the bar."""
+
+    def finish(self, note: str = "", *, ok: bool = True) -> None:
+        """End the step."""
 
 
-class Silent:
-    """The default for programs."""
+class SilentProgress:
+    """Progress that is not shown, the default for programs."""
 
-    def start(self, what: str, total: float | None = None) -> None:
+    def start(self, title: str, total: float | None = None) -> None:
         pass
 
     def advance(self, amount: float = 1, note: str | None = None) -> None:
@@ -29,8 +34,9 @@ class Silent:
 
 
 @contextmanager
-def step(progress: Progress, what: str, total: float | None = None) -> Iterator[Progress]:
-    progress.start(what, total)
+def step(progress: Progress, title: str, total: float | None = None) -> Iterator[Progress]:
+    """Run the body as one step; it finishes as failed if the body raises."""
+    progress.start(title, total)
     ok = False
     try:
         yield progress

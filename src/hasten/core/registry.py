@@ -1,4 +1,4 @@
-"""Backends and tasks by name. A new one is a new file, or an entry point of another package."""
+"""Look up backends and tasks by name. A new one is a new file, or an entry point of another package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The known word that looks like it, or whose letters it abbreviates: 'onx' means 'onnxruntime'."""
+    """Return a suggestion if a known word is similar, or abbreviated by `word` ('onx' for 'onnxruntime'), else ""."""
     names = list(known)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if not close and len(word) >= 2:
@@ -31,7 +31,7 @@ def _abbreviates(word: str, name: str) -> bool:
 
 @dataclass
 class Registry(Generic[T]):
-    """Loads `<package>/<name>.py` on demand and hands out the object it exposes."""
+    """Loads `<package>/<name>.py` on demand and returns the object that it exposes."""
 
     kind: str
     package: str
@@ -39,23 +39,29 @@ class Registry(Generic[T]):
     _loaded: dict[str, T] = field(default_factory=dict)
 
     def names(self) -> list[str]:
+        """Return the names of built-in modules and entry points, sorted."""
         return sorted({*self._built_in(), *(point.name for point in entry_points(group=self.package))})
 
     def get(self, name: str) -> T:
+        """Return the object of this name, loaded on first use."""
         if name not in self._loaded:
             self._loaded[name] = self._load(name)
         return self._loaded[name]
 
-    def add(self, name: str, thing: T) -> None:
-        """For scripts and tests that bring their own without a package."""
-        self._loaded[name] = thing
+    def add(self, name: str, entry: T) -> None:
+        """Register an object without a package, for scripts and tests."""
+        self._loaded[name] = entry
 
     def all(self) -> list[T]:
+        """Return all objects, in the order of their names."""
         return [self.get(name) for name in self.names()]
 
     def _built_in(self) -> list[str]:
         folder = import_module(self.package).__path__
-        return [module.name.replace("_", "-") for module in pkgutil.iter_modules(folder)]
+        # A leading underscore marks a helper module beside the entries: it exposes no object to register.
+        return [
+            module.name.replace("_", "-") for module in pkgutil.iter_modules(folder) if not module.name.startswith("_")
+        ]
 
     def _load(self, name: str) -> T:
         if name in self._built_in():
@@ -65,7 +71,7 @@ class Registry(Generic[T]):
         for point in entry_points(group=self.package, name=name):
             try:
                 plugin: T = point.load()
-            except Exception as error:  # another's package: anything may go wrong in it
+            except Exception as error:  # a third-party package may raise anything
                 raise UnsupportedError(
                     f"the {self.kind} '{name}' of {point.value} cannot be loaded: {error}",
                     hint="update or uninstall the package it comes from",

@@ -1,4 +1,4 @@
-"""What was measured: plain data, written once, read by people, programs and the next command."""
+"""Measurements of a build or a verification, as plain data."""
 
 from __future__ import annotations
 
@@ -7,44 +7,53 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from hasten.core.errors import PlanError
-from hasten.core.hardware import Machine
 from hasten.core.plan import Plan
-from hasten.core.statistics import Interval
+from hasten.core.system.hardware import Machine
 from hasten.core.tensors import Shape
 
-# By as much as this vectors differ that were added up in another order.
-_NOTHING = 1e-6
+# Vectors that differ only in the order of additions differ by up to this.
+_ROUNDING_LOSS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate with its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """How right the answers are, judged by labels. Higher is better."""
+    """The quality of answers, judged by labels. Higher is better."""
 
     name: str
     value: float
     rows: int
-    # What else people know the task's answers by; the gate goes by `value` alone.
+    # Other common metrics of the task; the gate uses `value` alone.
     also: dict[str, float] = field(default_factory=dict)
 
     def named(self, name: str) -> Metric:
-        """The same with another of its values as the main one: 'macro F1', or 'macro-f1', or enough of it to tell."""
+        """Return the metric with another of its values as the main one, by a name such as 'macro F1' or 'macro-f1'."""
         values = {self.name: self.value, **self.also}
-        found = find_metric(name, list(values))
-        return replace(self, name=found, value=values.pop(found), also=values)
+        full_name = find_metric(name, list(values))
+        return replace(self, name=full_name, value=values.pop(full_name), also=values)
 
     def of(self, name: str) -> float:
+        """Return the value of this name."""
         return self.value if name == self.name else self.also[name]
 
 
 def find_metric(name: str, known: Sequence[str]) -> str:
-    """The one metric that is meant."""
-    asked = _letters(name)
-    exact = [metric for metric in known if _letters(metric) == asked]
-    found = exact or [metric for metric in known if asked and asked in _letters(metric)]
-    if len(found) != 1:
-        wrong = f"'{name}' may be {' or '.join(found)}" if found else f"there is no metric '{name}' here"
-        raise PlanError(wrong, hint=f"--metric takes one of: {', '.join(known)}")
-    return found[0]
+    """Return the known metric that a name, or an unambiguous part of it, refers to."""
+    letters = _letters(name)
+    exact = [metric for metric in known if _letters(metric) == letters]
+    matches = exact or [metric for metric in known if letters and letters in _letters(metric)]
+    if len(matches) != 1:
+        problem = f"'{name}' may be {' or '.join(matches)}" if matches else f"there is no metric '{name}' here"
+        raise PlanError(problem, hint=f"--metric takes one of: {', '.join(known)}")
+    return matches[0]
 
 
 def _letters(name: str) -> str:
@@ -53,7 +62,7 @@ def _letters(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How alike two sets of outputs are. `value` is what the gate bounds; the rest explains it."""
+    """The similarity of two sets of outputs. The gate bounds `value`; the other fields explain it."""
 
     measure: str
     value: float
@@ -73,7 +82,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class AtBatch:
-    """How a variant did with so many rows at a time."""
+    """The accuracy of a variant at one batch size."""
 
     size: int
     agreement: float
@@ -83,7 +92,7 @@ class AtBatch:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a variant may be used, and the numbers that decided it."""
+    """The decision of the accuracy gate about a variant, and the numbers behind it."""
 
     variant: str
     passed: bool
@@ -91,79 +100,98 @@ class Verdict:
     agreement: Agreement
     metric: Metric | None = None
     reference_metric: Metric | None = None
-    # Of the drop, in points: how far it may be chance, the same rows drawn for the reference and for the variant.
+    # The confidence interval of the drop in points, from paired bootstrap samples of reference and variant.
     drop_interval: Interval | None = None
-    # Where answers depend on what else is in a batch: each size that was judged; the numbers above are the worst.
+    # Each batch size that was judged, if answers depend on the batch; the numbers above are the worst.
     by_batch: tuple[AtBatch, ...] = ()
-    # What a person should know before believing it.
+    # Caveats for the user.
     notes: tuple[str, ...] = ()
 
     @property
     def drop(self) -> float | None:
-        """Points of the metric lost against the reference."""
+        """Return the points of the metric lost against the reference."""
         if self.metric is None or self.reference_metric is None:
             return None
         return 100 * (self.reference_metric.value - self.metric.value)
 
     @property
     def loss(self) -> float:
-        """What was lost of the answers: in points of the metric where it is known, in agreement where not.
+        """Return the loss of accuracy: in points of the metric if it is known, else in agreement.
 
-        A metric above the original's is chance, and no nearer to it than the same.
+        A metric above that of the reference is chance and counts as no loss.
         """
         return max(0.0, self.drop) if self.drop is not None else 1.0 - self.agreement.value
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One variant at one shape. Percentiles only where the samples carry them."""
+    """The times of one variant at one shape. Percentiles are present only with enough samples."""
 
     variant: str
     shape: Shape
     samples: int
+    # The baseline's median divided by the speed-up: both come from pairs of rounds, since the machine's speed drifts.
     p50_ms: float
     p90_ms: float
     p99_ms: float | None
-    sentences_per_s: float
+    rows_per_s: float
     speedup: Interval
-    # The median of each round: what ratios are taken of, since noise comes in stretches.
+    # The median of each round; speed-ups are ratios of these, since noise lasts for several runs.
     round_medians_ms: tuple[float, ...]
+
+    def relative_to(self, baseline_ms: float) -> Timing:
+        """Return the timing scaled so that its p50 follows from the speed-up over the baseline."""
+        p50_ms = baseline_ms / self.speedup.value
+        scale = p50_ms / self.p50_ms
+        return replace(
+            self,
+            p50_ms=p50_ms,
+            p90_ms=scale * self.p90_ms,
+            p99_ms=None if self.p99_ms is None else scale * self.p99_ms,
+            rows_per_s=self.shape.batch * 1e3 / p50_ms,
+        )
 
     @property
     def has_interval(self) -> bool:
-        """Below six rounds not even their whole span is a 95 % interval of the median."""
+        """Return whether there are enough rounds: below six, not even their range is a 95 % interval of the median."""
         return len(self.round_medians_ms) >= 6
 
     @property
     def is_significant(self) -> bool:
+        """Return whether the interval of the speed-up excludes 1."""
         return self.has_interval and not self.speedup.low <= 1.0 <= self.speedup.high
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a variant costs beside time, measured in a process of its own."""
+    """Load time, memory and size of a variant, measured in its own process."""
 
     variant: str
     load_ms: float
     peak_memory_bytes: int
     size_bytes: int
-    # Of a GPU; None for a variant that runs on none.
+    # None for variants that do not run on a GPU.
     gpu_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
+    """The result of a benchmark."""
+
     baseline: str
     timings: tuple[Timing, ...]
     footprints: tuple[Footprint, ...]
-    # The part of the machine that other processes used meanwhile; None where it cannot be told.
+    # The share of the CPUs that other processes used meanwhile; None if it is unknown.
     others_share: float | None = None
 
     def at(self, shape: Shape) -> dict[str, Timing]:
+        """Return the timings at a shape by variant."""
         return {timing.variant: timing for timing in self.timings if timing.shape == shape}
 
 
 class Status(StrEnum):
+    """The outcome for one variant."""
+
     CHOSEN = "chosen"
     ELIGIBLE = "eligible"
     BASELINE = "baseline"
@@ -175,7 +203,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One variant that was considered, and why it was chosen or not."""
+    """A variant that was considered, and why it was chosen or not."""
 
     variant: str
     status: Status
@@ -185,7 +213,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One step of the work, as it went."""
+    """One stage of a build."""
 
     name: str
     seconds: float
@@ -194,21 +222,21 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Unfused:
-    """An operator that a pass merges with its neighbours in other models, and left as it was in this one."""
+    """An operator that a pass fuses in other models and left unchanged in this one."""
 
-    what: str
+    pattern: str
     node: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One rewriting of the graph: how many operators of each type there were before it and after it."""
+    """One graph pass: the number of operators of each type before and after it."""
 
     name: str
     operators_before: dict[str, int]
     operators_after: dict[str, int]
-    # The variants that were made from what came out of it.
+    # The variants that were built from its output.
     variants: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     left: tuple[Unfused, ...] = ()
@@ -216,6 +244,8 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    """The report of a build, stored as report.json."""
+
     plan: Plan
     created: str
     machine: Machine
@@ -224,13 +254,13 @@ class Report:
     bench: Bench
     chosen: str
     passes: tuple[Pass, ...] = ()
-    # The variants than which none is both faster and nearer to the original, the fastest first.
-    front: tuple[str, ...] = ()
-    # What a person should know about the data it was judged on.
+    # The Pareto front of speed and accuracy, the fastest first.
+    pareto_front: tuple[str, ...] = ()
+    # Caveats about the data it was judged on.
     notes: tuple[str, ...] = ()
 
     @property
     def lossless(self) -> str | None:
-        """The fastest variant that loses nothing, if one does."""
-        losses = {one.variant: one.verdict.loss for one in self.candidates if one.verdict is not None}
-        return next((name for name in self.front if losses[name] <= _NOTHING), None)
+        """Return the fastest variant without any loss of accuracy, if there is one."""
+        losses = {entry.variant: entry.verdict.loss for entry in self.candidates if entry.verdict is not None}
+        return next((name for name in self.pareto_front if losses[name] <= _ROUNDING_LOSS), None)

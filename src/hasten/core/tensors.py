@@ -1,7 +1,7 @@
-"""Ragged batches and the tensors a model takes and gives.
+"""Ragged batches, and the input and output tensors of a model.
 
-Rows travel unpadded, end to end, through the whole program. Only a session whose runtime needs rectangles
-pads them (`pad`), and takes the padding out of what comes back (`unpad`).
+Rows stay unpadded and concatenated throughout the program. Only a session whose runtime needs rectangular tensors
+pads its inputs (`pad`) and removes the padding from its outputs (`unpad`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,21 +18,24 @@ import numpy.typing as npt
 IntArray: TypeAlias = npt.NDArray[np.integer]
 FloatArray: TypeAlias = npt.NDArray[np.floating]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 BATCH = "batch"
 SEQUENCE = "sequence"
-# The axis of an output that has an entry for each mask token, and for no other.
+# The axis of an output with one entry per mask token.
 MASKS = "masks"
 
-# The one input a padded session derives itself: it says which positions are real.
+# The one input that a padded session derives itself: it marks the positions that are not padding.
 ATTENTION_MASK = "attention_mask"
 
-# Named outputs. A tensor per row has shape (rows, …); one per token (tokens, …), one per mask token (masks, …), rows
-# end to end.
+# Outputs by name. A tensor per row has the shape (rows, …), one per token (tokens, …), one per mask token (masks, …),
+# rows concatenated.
 Outputs: TypeAlias = Mapping[str, FloatArray]
 
 
 class DType(StrEnum):
+    """The element type of a tensor."""
+
     INT32 = "int32"
     INT64 = "int64"
     FLOAT16 = "float16"
@@ -41,6 +44,8 @@ class DType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
+    """The name, element type, shape and padding value of an input or output."""
+
     name: str
     dtype: DType
     shape: tuple[int | str, ...]
@@ -48,24 +53,25 @@ class TensorSpec:
 
     @property
     def is_per_token(self) -> bool:
+        """Return whether the tensor has one entry per token."""
         return SEQUENCE in self.shape
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a graph takes and gives; the same for every variant made from it."""
+    """The inputs and outputs of a graph; the same for every variant made from it."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     max_length: int
     pads_left: bool = False
-    # Whether a row is answered alike with padding beside it; some convolutions see it, whatever the mask says.
+    # Whether padding leaves a row's outputs unchanged; some convolutions see padding even where it is masked.
     ignores_padding: bool = True
-    # The mask token, where outputs are of it alone.
+    # The id of the mask token, if the outputs have entries for mask tokens only.
     mask_id: int | None = None
 
     def counts(self, output: TensorSpec, batch: Batch) -> IntArray:
-        """How many entries of an output belong to each row."""
+        """Return the number of entries of an output that belong to each row."""
         if output.is_per_token:
             return batch.lengths
         if MASKS not in output.shape:
@@ -74,7 +80,7 @@ class Signature:
         return np.bincount(rows[batch.values["input_ids"] == self.mask_id], minlength=len(batch))
 
     def count(self, output: TensorSpec, batch: Batch) -> int:
-        """Of all rows together."""
+        """Return the number of entries of an output for all rows together."""
         if output.is_per_token:
             return batch.tokens
         if MASKS not in output.shape:
@@ -83,23 +89,27 @@ class Signature:
 
 
 class Layout(StrEnum):
+    """The layout in which a session passes rows to its runtime."""
+
     PADDED = "padded"
     PACKED = "packed"
 
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """What a loaded variant says about itself."""
+    """The properties of a loaded variant."""
 
     signature: Signature
     layout: Layout
     device: str
-    # The precision the runtime really computes in, read back from it, not from the variant's name.
+    # The precision that the runtime actually computes in, read back from it instead of the variant's name.
     precision: str
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
+    """The size of a batch: its rows, and the tokens of each."""
+
     batch: int
     sequence: int
 
@@ -108,12 +118,13 @@ class Shape:
 
     @property
     def tokens(self) -> int:
+        """Return the number of tokens, padding included."""
         return self.batch * self.sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of different lengths: each input's values end to end, and how long each row is."""
+    """Rows of different lengths: the concatenated values of each input, and the length of each row."""
 
     values: Mapping[str, IntArray]
     lengths: IntArray
@@ -123,10 +134,12 @@ class Batch:
 
     @property
     def tokens(self) -> int:
+        """Return the number of tokens of all rows."""
         return int(self.lengths.sum())
 
     @classmethod
     def from_rows(cls, rows: Mapping[str, Sequence[Sequence[int]]]) -> Batch:
+        """Return a batch of lists of integers, one list per row, for each input."""
         first = next(iter(rows.values()))
         lengths = np.array([len(row) for row in first], np.int32)
         values = {name: np.array(list(chain.from_iterable(column)), np.int32) for name, column in rows.items()}
@@ -134,27 +147,32 @@ class Batch:
 
     @classmethod
     def concatenate(cls, batches: Sequence[Batch]) -> Batch:
+        """Return one batch with the rows of all given batches, in order."""
         values = {name: np.concatenate([batch.values[name] for batch in batches]) for name in batches[0].values}
         return cls(values, np.concatenate([batch.lengths for batch in batches]))
 
     def take(self, rows: IntArray) -> Batch:
-        """The given rows, in the given order."""
+        """Return the given rows, in the given order."""
         lengths = self.lengths[rows]
-        index = within((np.cumsum(self.lengths) - self.lengths)[rows], lengths)
+        index = ranges_to_indices((np.cumsum(self.lengths) - self.lengths)[rows], lengths)
         return Batch({name: value[index] for name, value in self.values.items()}, lengths)
 
+    def split(self, values: npt.NDArray[Scalar]) -> list[npt.NDArray[Scalar]]:
+        """Split values per token into one array per row."""
+        return np.split(values, np.cumsum(self.lengths)[:-1])
 
-def within(starts: IntArray, lengths: IntArray) -> IntArray:
-    """The places of pieces that begin there and are so long, end to end."""
+
+def ranges_to_indices(starts: IntArray, lengths: IntArray) -> IntArray:
+    """Return the concatenated indices of the ranges with these starts and lengths."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) + np.repeat(starts - ends + lengths, lengths)
 
 
-def tiled(rows: Batch, lengths: IntArray, mask_id: int | None = None) -> Batch:
-    """Rows of these lengths from the same tokens, end to end; where outputs are of masks, each has one in its middle.
+def tile_rows(rows: Batch, lengths: IntArray, mask_id: int | None = None) -> Batch:
+    """Return a batch with these row lengths, filled by repeating the tokens of `rows`.
 
-    But not a row of two tokens: those are the ones around a text.
+    With `mask_id`, each row gets a mask token in its middle, except rows of two tokens: those are both special tokens.
     """
     values = {name: np.resize(column, int(lengths.sum())) for name, column in rows.values.items()}
     if mask_id is not None:
@@ -163,64 +181,78 @@ def tiled(rows: Batch, lengths: IntArray, mask_id: int | None = None) -> Batch:
     return Batch(values, lengths.astype(np.int32))
 
 
-def pad(batch: Batch, signature: Signature) -> dict[str, IntArray]:
-    """Rectangles as long as the longest row, one per input of the signature."""
-    rows, width = len(batch), int(batch.lengths.max(initial=0))
-    is_ragged = bool((batch.lengths != width).any())
-    mask = real_positions(batch.lengths, width, signature.pads_left) if is_ragged else None
+def pad(batch: Batch, signature: Signature, bucket: Shape | None = None) -> dict[str, IntArray]:
+    """Return a rectangular array per input, padded to the longest row or to a bucket.
+
+    Rows of the bucket beyond those of the batch consist of a single padding token.
+    """
+    rows, lengths = len(batch), batch.lengths
+    shape = bucket or Shape(rows, int(lengths.max(initial=0)))
+    if rows < shape.batch:
+        lengths = np.concatenate([lengths, np.ones(shape.batch - rows, lengths.dtype)])
+    is_full = rows == shape.batch and bool((lengths == shape.sequence).all())
+    mask = None if is_full else real_positions(lengths, shape.sequence, signature.pads_left)
     feeds: dict[str, IntArray] = {}
     for spec in signature.inputs:
-        dtype = np.dtype(spec.dtype.value)
+        dtype, size = np.dtype(spec.dtype.value), (shape.batch, shape.sequence)
         if spec.name == ATTENTION_MASK:
-            feeds[spec.name] = np.ones((rows, width), dtype) if mask is None else mask.astype(dtype)
+            feeds[spec.name] = np.ones(size, dtype) if mask is None else mask.astype(dtype)
         elif mask is None:
-            feeds[spec.name] = batch.values[spec.name].reshape(rows, width).astype(dtype, copy=False)
+            feeds[spec.name] = batch.values[spec.name].reshape(size).astype(dtype, copy=False)
         else:
-            feed = np.full((rows, width), spec.pad, dtype)
-            feed[mask] = batch.values[spec.name]
-            feeds[spec.name] = feed
+            feeds[spec.name] = np.full(size, spec.pad, dtype)
+            feeds[spec.name][:rows][mask[:rows]] = batch.values[spec.name]
     return feeds
 
 
-def unpad(outputs: Mapping[str, FloatArray], batch: Batch, signature: Signature) -> dict[str, FloatArray]:
-    """Drop the padding of per-token outputs; per-row outputs pass unchanged."""
-    width = int(batch.lengths.max(initial=0))
-    per_token = {spec.name for spec in signature.outputs if spec.is_per_token}
-    if not per_token:
-        return dict(outputs)
-    mask = real_positions(batch.lengths, width, signature.pads_left)
-    return {name: value[mask] if name in per_token else value for name, value in outputs.items()}
+def unpad(
+    outputs: Mapping[str, FloatArray], batch: Batch, signature: Signature, bucket: Shape | None = None
+) -> dict[str, FloatArray]:
+    """Return the outputs that belong to the rows of the batch, without padding."""
+    width = bucket.sequence if bucket else int(batch.lengths.max(initial=0))
+    unpadded = dict(outputs)
+    for spec in signature.outputs:
+        # Outputs per mask token need no selection: the padding contains no mask tokens.
+        if BATCH in spec.shape and spec.name in outputs:
+            # Without a bucket there are no other rows, and a graph that returns some is wrong: its loader sees them.
+            if bucket is not None:
+                unpadded[spec.name] = unpadded[spec.name][: len(batch)]
+            if spec.is_per_token:
+                real = real_positions(batch.lengths, width, signature.pads_left)
+                unpadded[spec.name] = unpadded[spec.name][real]
+    return unpadded
 
 
 def repad(output: FloatArray, lengths: IntArray, width: int, pads_left: bool = False) -> FloatArray:
-    """An output per token as (rows, width, …) again, zeros where there is no token."""
-    whole = np.zeros((len(lengths), width, *output.shape[1:]), output.dtype)
-    whole[real_positions(lengths, width, pads_left)] = output
-    return whole
+    """Return a per-token output as a padded array (rows, width, …), zeros in the padding."""
+    padded = np.zeros((len(lengths), width, *output.shape[1:]), output.dtype)
+    padded[real_positions(lengths, width, pads_left)] = output
+    return padded
 
 
 def real_positions(lengths: IntArray, width: int, pads_left: bool = False) -> BoolArray:
+    """Return a mask (rows, width) that is true for tokens and false for padding."""
     mask: BoolArray = np.arange(width) < lengths[:, None]
     return mask[:, ::-1] if pads_left else mask
 
 
 def gather(parts: Iterable[tuple[IntArray, Outputs]], batch: Batch, signature: Signature) -> dict[str, FloatArray]:
-    """Put the outputs of several batches back into the order of the rows they were taken from."""
+    """Merge the outputs of several batches into one, in the row order of the batch they were taken from."""
     collected = list(parts)
     result: dict[str, FloatArray] = {}
     for spec in signature.outputs:
         counts = signature.counts(spec, batch)
         starts = np.cumsum(counts) - counts
         first = collected[0][1][spec.name]
-        whole = np.empty((int(counts.sum()), *first.shape[1:]), first.dtype)
+        merged = np.empty((int(counts.sum()), *first.shape[1:]), first.dtype)
         for rows, outputs in collected:
-            whole[within(starts[rows], counts[rows])] = outputs[spec.name]
-        result[spec.name] = whole
+            merged[ranges_to_indices(starts[rows], counts[rows])] = outputs[spec.name]
+        result[spec.name] = merged
     return result
 
 
 def divide(outputs: Outputs, batches: Sequence[Batch], signature: Signature) -> list[Outputs]:
-    """What belongs to each of several batches that ran as one."""
+    """Split the outputs of several batches that ran as one."""
     counts = {spec.name: [signature.count(spec, batch) for batch in batches] for spec in signature.outputs}
-    parts = {name: np.split(outputs[name], np.cumsum(own)[:-1]) for name, own in counts.items()}
-    return [{name: part[place] for name, part in parts.items()} for place in range(len(batches))]
+    parts = {name: np.split(outputs[name], np.cumsum(sizes)[:-1]) for name, sizes in counts.items()}
+    return [{name: part[index] for name, part in parts.items()} for index in range(len(batches))]

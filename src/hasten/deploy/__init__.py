@@ -1,26 +1,26 @@
-"""From a bundle to the engines that run fleets: a file, or a folder, for each."""
+"""Deploy bundles to Kubernetes, KServe, tritonserver and Ray Serve."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from hasten.core.staging import Staging, check_target
+from hasten.core.system.atomic_directory import AtomicDirectory, check_target
 
-# Every directory that we write holds one, so that --force never replaces what somebody else wrote.
-MARK = ".hasten-deployment"
+# Marks every directory that hasten writes, so that --force never replaces other files.
+MARKER_FILE = ".hasten-deployment"
 
 
-def written(target: Path, *, force: bool) -> Staging:
-    """A context whose `path` is filled and then put in the target's place by `put_in_place`; asks first if it may."""
+def atomic_output(target: Path, *, force: bool) -> AtomicDirectory:
+    """Return a context with a `path` to fill, which `put_in_place` renames to the target; check the target first."""
 
-    def check(place: Path) -> None:
-        check_target(place, force=force, what="deployment", is_ours=lambda found: (found / MARK).is_file())
+    def check(path: Path) -> None:
+        check_target(path, force=force, kind="deployment", is_ours=lambda path: (path / MARKER_FILE).is_file())
 
     check(target)
-    return _Marked(target, check)
+    return _MarkedDirectory(target, check)
 
 
-class _Marked(Staging):
+class _MarkedDirectory(AtomicDirectory):
     def put_in_place(self) -> None:
-        (self.path / MARK).touch()
+        (self.path / MARKER_FILE).touch()
         super().put_in_place()

@@ -1,4 +1,4 @@
-"""What transformer-deploy's command does: a model becomes a repository for tritonserver, and is timed on the way."""
+"""Convert a model to a repository for tritonserver and benchmark it, like transformer-deploy's command."""
 
 from __future__ import annotations
 
@@ -12,237 +12,238 @@ from pathlib import Path
 import numpy as np
 
 from hasten.backends import Artifact, RunOptions, Session
+from hasten.builder.bench_bundle import make_baseline
 from hasten.builder.build import build
-from hasten.builder.rebench import make_original, token_rows
-from hasten.builder.source import ModelDirectory, find_model, list_files
+from hasten.builder.sources.directory import ModelDirectory, list_files
+from hasten.builder.sources.locate import find_model
 from hasten.bundle import Bundle, VariantEntry
 from hasten.core.errors import AccuracyError, PlanError, translate_os_errors
-from hasten.core.generation import WRITING
 from hasten.core.plan import Plan
-from hasten.core.progress import Progress, Silent, step
+from hasten.core.progress import Progress, step
 from hasten.core.report import Report
-from hasten.core.tensors import Batch, Outputs, tiled
+from hasten.core.tensors import Batch, Outputs, tile_rows
 from hasten.core.variant import CPU, Precision, Variant
-from hasten.deploy import written
+from hasten.deploy import atomic_output
 from hasten.deploy.tritonserver import Options, write_models
-from hasten.deploy.tritonserver.around import write_around, write_image
+from hasten.deploy.tritonserver.clients_and_readme import write_clients_and_readme
 from hasten.deploy.tritonserver.configs import is_batched
-from hasten.deploy.tritonserver.options import TENSORRT
-from hasten.deploy.tritonserver.writer import write_asking, write_writer
-from hasten.graph import read_graph, write_graph
+from hasten.deploy.tritonserver.variant_choice import TENSORRT
+from hasten.families import family_of, family_of_bundle
+from hasten.onnx_graph import read_graph, write_graph
 from hasten.predictor import open_session
 
-# The names that transformer-deploy gave them.
+# The file names of transformer-deploy.
 ORIGINAL_GRAPH = "model-original.onnx"
 GRAPH = "model.onnx"
 PLAN = "model.plan"
-# Whom the others must equal, and what of it is timed: the model, or the graph that it came as.
-_ORIGINALS = {"torch": ("Pytorch", "Pytorch (FP32)"), "graph": ("the given graph's", "ONNX Runtime (as given)")}
-_ONNX = "onnxruntime"
+# The source of the reference answers and the name of its engine, by backend: the model, or the graph that it came as.
+_BASELINES = {"torch": ("Pytorch", "Pytorch (FP32)"), "graph": ("the given graph's", "ONNX Runtime (as given)")}
 _EMBEDDING = "sentence-similarity"
-# What a model's own tokenizer may lie in.
+# The prefixes of the files of a model's tokenizer.
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "spiece", "sentencepiece")
 
 
 @dataclass(frozen=True, slots=True)
-class Measures:
-    """How latencies are taken, and how far outputs may be away from PyTorch's."""
+class BenchOptions:
+    """Options of the benchmark, and the tolerance of outputs compared with PyTorch's."""
 
     warmup: int = 10
     count: int = 1000
     seed: int = 123
     atol: float = 0.3
-    # PyTorch answers, for the comparison, but is not timed.
+    # Whether to skip timing PyTorch; its outputs are still compared.
     is_fast: bool = False
 
     def __post_init__(self) -> None:
         if self.warmup < 0:
-            raise PlanError(f"--warmup {self.warmup} is less than nothing")
+            raise PlanError(f"--warmup {self.warmup} is negative")
         if self.count < 1:
-            raise PlanError(f"--nb-measures {self.count} measures nothing", hint="give one or more")
+            raise PlanError(f"--nb-measures {self.count} is less than 1")
         if self.seed < 0:
-            raise PlanError(f"--seed {self.seed} is less than nothing")
+            raise PlanError(f"--seed {self.seed} is negative")
         if not self.atol >= 0:
             raise PlanError(f"--atol {self.atol} is not zero or more")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ConversionRequest:
+    """A model to convert, and the options of its benchmark and its repository."""
+
     plan: Plan
-    measures: Measures
+    measures: BenchOptions
     repository: Options
-    # Where a tokenizer lies that takes the place of the model's own.
+    # The model whose tokenizer replaces the model's own.
     tokenizer: str | None = None
-    # Whose variants are deployed, each in models of its own.
-    backends: tuple[str, ...] = (_ONNX,)
+    # The backends to deploy, each with its own models.
+    backends: tuple[str, ...] = ("onnxruntime",)
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """One engine at the optimal shape; its text is the line that transformer-deploy prints."""
+    """The latencies of an engine at the optimal shape; as a string, the line that transformer-deploy prints."""
 
     engine: str
     ms: tuple[float, ...]
-    # The largest difference of an output to PyTorch's.
+    # The largest absolute difference between an output and PyTorch's.
     max_error: float
 
     def __str__(self) -> str:
-        taken = np.asarray(self.ms)
-        median, p95, p99 = np.percentile(taken, (50, 95, 99))
-        shown = {"mean": taken.mean(), "sd": taken.std(), "min": taken.min(), "max": taken.max()}
-        shown |= {"median": median, "95p": p95, "99p": p99}
-        return f"[{self.engine}] " + ", ".join(f"{name}={value:.2f}ms" for name, value in shown.items())
+        latencies = np.asarray(self.ms)
+        median, p95, p99 = np.percentile(latencies, (50, 95, 99))
+        statistics = {"mean": latencies.mean(), "sd": latencies.std(), "min": latencies.min(), "max": latencies.max()}
+        statistics |= {"median": median, "95p": p95, "99p": p99}
+        return f"[{self.engine}] " + ", ".join(f"{name}={value:.2f}ms" for name, value in statistics.items())
 
 
 @dataclass(frozen=True, slots=True)
-class Converted:
+class ConversionResult:
+    """The written repository and its benchmark."""
+
     path: Path
     variant: str
-    # Whose outputs its own were compared with.
+    # The source of the reference answers.
     original: str
-    # In the repository.
+    # The names of the models in the repository.
     models: tuple[str, ...]
     latencies: tuple[Latencies, ...]
     report: Report
-    # Where it does more than transformer-deploy did, or something else.
+    # Differences from transformer-deploy.
     notes: tuple[str, ...]
 
 
-def convert(order: Order, output: Path, *, force: bool = False, progress: Progress | None = None) -> Converted:
-    """Nothing appears at the output unless every engine answers like PyTorch."""
-    shown = progress or Silent()
+def convert(request: ConversionRequest, output: Path, progress: Progress, *, force: bool = False) -> ConversionResult:
+    """Convert a model; nothing is written unless every engine agrees with PyTorch."""
     with (
-        written(output, force=force) as staging,
+        atomic_output(output, force=force) as staging,
         translate_os_errors(f"working in {tempfile.gettempdir()}"),
         tempfile.TemporaryDirectory(prefix="hasten-") as temporary,
     ):
-        work = Path(temporary)
-        if order.plan.task in WRITING:
-            converted = _convert_writer(order, staging.path, work, shown)
-            staging.put_in_place()
-            return replace(converted, path=staging.target)
-        plan, notes = _with_pooling(order.plan)
-        directory = _with_tokenizer(plan, order.tokenizer, work / "model") if order.tokenizer else None
-        bundle = build(plan, work / "bundle", progress=shown, directory=directory)
-        entries = {backend: _deployed(bundle, order.measures.atol, backend) for backend in order.backends}
-        original = make_original(plan, work, directory, device=entries[order.backends[0]].device)
-        whose, engine = _ORIGINALS[original.variant.backend]
-        latencies = _race({engine: original, **dict(_engines(bundle, entries))}, bundle, order.measures, shown)
-        with step(shown, f"write {output.name}"), translate_os_errors(f"writing {output}"):
-            place_graph(bundle.graph().path(), staging.path / ORIGINAL_GRAPH)
-            models = write_engines(bundle, list(entries.values()), order.repository, staging.path)
+        assert request.plan.task is not None
+        result = family_of(request.plan.task).convert(request, staging.path, Path(temporary), progress)
         staging.put_in_place()
-        notes += _safer(bundle, list(entries.values()), order.repository)
-        first = entries[order.backends[0]]
-        return Converted(staging.target, first.name, whose, models, tuple(latencies), bundle.report, tuple(notes))
+        return replace(result, path=staging.target)
 
 
-def _convert_writer(order: Order, place: Path, work: Path, progress: Progress) -> Converted:
-    """Its gate, along the original's own answers, is in the build; and so is what it takes to read and to write."""
-    directory = _with_tokenizer(order.plan, order.tokenizer, work / "model") if order.tokenizer else None
-    bundle = build(order.plan, work / "bundle", progress=progress, directory=directory)
-    whole = {entry.precision: entry for entry in reversed(bundle.manifest.variants)}
-    wants = (
-        Precision.INT8 if any(Variant.parse(name).precision is Precision.INT8 for name in order.plan.variants) else None
-    )
-    if wants is not None and wants not in whole:
+def convert_encoder(request: ConversionRequest, target: Path, work: Path, progress: Progress) -> ConversionResult:
+    """Convert an encoder and time its engines like transformer-deploy."""
+    plan, notes = _with_pooling(request.plan)
+    directory = _with_tokenizer(plan, request.tokenizer, work / "model") if request.tokenizer else None
+    bundle = build(plan, work / "bundle", progress=progress, directory=directory)
+    entries = {backend: _choose_entry(bundle, request.measures.atol, backend) for backend in request.backends}
+    first = entries[request.backends[0]]
+    baseline = make_baseline(plan, work, directory, device=first.device)
+    source, engine = _BASELINES[baseline.variant.backend]
+    latencies = _measure({engine: baseline, **dict(_engines(bundle, entries))}, bundle, request.measures, progress)
+    with step(progress, "write"), translate_os_errors(f"writing {target}"):
+        write_graph_model(bundle.graph().path(), target / ORIGINAL_GRAPH)
+        models = write_engines(bundle, list(entries.values()), request.repository, target)
+    notes += _notes(bundle, list(entries.values()), request.repository)
+    return ConversionResult(target, first.name, source, models, tuple(latencies), bundle.report, tuple(notes))
+
+
+def convert_generator(request: ConversionRequest, target: Path, work: Path, progress: Progress) -> ConversionResult:
+    """Convert a generative model; the build verifies it and measures prefill and decode."""
+    directory = _with_tokenizer(request.plan, request.tokenizer, work / "model") if request.tokenizer else None
+    bundle = build(request.plan, work / "bundle", progress=progress, directory=directory)
+    entries = {entry.precision: entry for entry in reversed(bundle.manifest.variants)}
+    is_int8 = any(Variant.parse(name).precision is Precision.INT8 for name in request.plan.variants)
+    if is_int8 and Precision.INT8 not in entries:
         raise AccuracyError(
-            "quantized to int8 it does not write like the original",
-            hint="without -q it is deployed in fp32",
+            "the int8 variant was rejected: its texts differ from the reference",
+            hint="leave -q out to deploy fp32",
             candidates=bundle.report.candidates,
         )
-    entry = bundle.manifest.chosen if wants is None else whole[wants]
-    with step(progress, "write"), translate_os_errors(f"writing {place}"):
-        repository = write_writer(bundle, place, replace(order.repository, variant=entry.name))
-        write_image(order.repository, repository)
-        write_asking(repository)
+    entry = entries[Precision.INT8] if is_int8 else bundle.manifest.chosen
+    with step(progress, "write"), translate_os_errors(f"writing {target}"):
+        options = replace(request.repository, variant=entry.name)
+        repository = family_of_bundle(bundle).write_tritonserver(bundle, target, options)
     notes = (
-        "one model does it all: the loop over tokens is in it, with a cache, for several requests at once",
-        "how long and how it writes is asked for: sampling_parameters, JSON",
+        "one model runs the whole decoding loop, with a KV cache and continuous batching",
+        "the input sampling_parameters (JSON) sets the length and the sampling",
     )
-    return Converted(place, entry.name, "Pytorch", repository.names, (), bundle.report, notes)
+    return ConversionResult(target, entry.name, "Pytorch", repository.names, (), bundle.report, notes)
 
 
-def write_engines(bundle: Bundle, entries: Sequence[VariantEntry], options: Options, place: Path) -> tuple[str, ...]:
-    """Each engine's file by transformer-deploy's name, and the repository; the names of its models are returned."""
+def write_engines(bundle: Bundle, entries: Sequence[VariantEntry], options: Options, target: Path) -> tuple[str, ...]:
+    """Write the engines' files, named as in transformer-deploy, and the repository; return the names of its models."""
     repositories = []
     for entry in entries:
         artifact = bundle.artifact(entry)
         if entry.backend == TENSORRT:
-            shutil.copyfile(artifact.path(), place / PLAN)
+            shutil.copyfile(artifact.path(), target / PLAN)
         else:
-            place_graph(artifact.path(), place / GRAPH)
-        repositories.append(write_models(bundle, place, replace(options, variant=entry.name)))
-    write_around(bundle.manifest.task, options, *repositories)
+            write_graph_model(artifact.path(), target / GRAPH)
+        repositories.append(write_models(bundle, target, replace(options, variant=entry.name)))
+    write_clients_and_readme(bundle.manifest.task, options, *repositories)
     return tuple(name for repository in repositories for name in repository.names)
 
 
 def _engines(bundle: Bundle, entries: Mapping[str, VariantEntry]) -> Iterator[tuple[str, Artifact]]:
-    """What races against the original, by transformer-deploy's names."""
+    """Yield the engines to compare with the baseline, named as in transformer-deploy."""
     for backend, entry in entries.items():
         if backend == TENSORRT:
             yield f"TensorRT ({entry.precision.upper()})", bundle.artifact(entry)
         else:
-            yield "ONNX Runtime (FP32)", _plain(bundle, entry.device)
+            yield "ONNX Runtime (FP32)", _unfused(bundle, entry.device)
             yield "ONNX Runtime (optimized)", bundle.artifact(entry)
 
 
-def _deployed(bundle: Bundle, atol: float, backend: str) -> VariantEntry:
-    """The fastest of a backend within the tolerance and, where int8 was asked for, in int8."""
-    found = [entry for entry in bundle.manifest.variants if entry.backend == backend]
-    if not found:
-        raise AccuracyError(f"no variant of {backend} answers like the original", candidates=bundle.report.candidates)
+def _choose_entry(bundle: Bundle, atol: float, backend: str) -> VariantEntry:
+    """Return the fastest variant of a backend within the tolerance; of int8 precision if that was requested."""
+    entries = [entry for entry in bundle.manifest.variants if entry.backend == backend]
+    if not entries:
+        raise AccuracyError(f"every {backend} variant was rejected", candidates=bundle.report.candidates)
     if Precision.INT8 in [Variant.parse(name).precision for name in bundle.report.plan.variants]:
-        found = [entry for entry in found if entry.precision is Precision.INT8]
-    if not found:
+        entries = [entry for entry in entries if entry.precision is Precision.INT8]
+    if not entries:
+        fp32 = "leave -q out to deploy fp32; hasten build tries more quantization methods"
         raise AccuracyError(
-            "quantized to int8 it does not answer like the original",
-            hint="without -q it is deployed in fp16; --min-agreement opens the gate wider"
-            if backend == TENSORRT
-            else "without -q it is deployed in fp32; hasten build searches more ways to quantize",
+            f"every int8 variant of {backend} was rejected: its answers differ from the reference",
+            hint="leave -q out to deploy fp16, or lower --min-agreement" if backend == TENSORRT else fp32,
             candidates=bundle.report.candidates,
         )
-    nearest = min(found, key=lambda entry: entry.agreement.max_error)
+    nearest = min(entries, key=lambda entry: entry.agreement.max_error)
     if nearest.agreement.max_error > atol:
         raise _too_far(nearest.name, nearest.agreement.max_error, atol)
-    return next(entry for entry in found if entry.agreement.max_error <= atol)
+    return next(entry for entry in entries if entry.agreement.max_error <= atol)
 
 
-def _plain(bundle: Bundle, device: str) -> Artifact:
-    """ONNX Runtime in fp32 as one would have it: the graph alone, which is for processors, or what runs on the GPU."""
-    found = [entry for entry in bundle.manifest.variants if entry.device == device != CPU]
-    whole = next((entry for entry in found if entry.precision is Precision.FP32), None)
-    return bundle.graph() if whole is None else bundle.artifact(whole)
+def _unfused(bundle: Bundle, device: str) -> Artifact:
+    """Return stock ONNX Runtime in fp32: the graph on CPUs, the fp32 variant on a GPU."""
+    entries = [entry for entry in bundle.manifest.variants if entry.device == device != CPU]
+    fp32 = next((entry for entry in entries if entry.precision is Precision.FP32), None)
+    return bundle.graph() if fp32 is None else bundle.artifact(fp32)
 
 
 def _too_far(engine: str, error: float, atol: float) -> AccuracyError:
     return AccuracyError(
-        f"{engine} is away from the original by {error:.2g}, more than --atol {atol:g}",
-        hint="a larger --atol accepts it",
+        f"outputs of {engine} differ from the reference by {error:.2g}, more than --atol {atol:g}",
+        hint="use a larger --atol to accept it",
     )
 
 
 def _with_pooling(plan: Plan) -> tuple[Plan, list[str]]:
-    """sentence-transformers takes the mean where a model does not say how to pool."""
+    """Pool by the mean, as sentence-transformers does, if the model does not specify the pooling."""
     if plan.task != _EMBEDDING or plan.pooling is not None:
         return plan, []
     if find_model(plan, with_weights=False).find("modules.json") is not None:
         return plan, []
-    return replace(plan, pooling="mean"), ["mean pooling, as sentence-transformers assumes: the model does not say"]
+    note = "mean pooling, the default of sentence-transformers: the model does not specify it"
+    return replace(plan, pooling="mean"), [note]
 
 
 def _with_tokenizer(plan: Plan, tokenizer: str, folder: Path) -> Path:
-    """The model's files beside another tokenizer's."""
-    from hasten.builder.libraries import quiet_libraries
-    from hasten.builder.tokenizer import load_tokenizer
+    """Create a model directory with the files of the model and another tokenizer."""
+    from hasten.builder.sources.quiet import quiet_libraries
+    from hasten.builder.sources.tokenizer import load_tokenizer
 
     local = Path(tokenizer).expanduser()
-    # Of a repository on the hub the tokenizer alone is read: how its weights are stored does not matter.
-    found = local if local.is_dir() else find_model(Plan(tokenizer, allow_pickle=True), with_weights=False).path
+    # Only the tokenizer is read, so pickled weights are harmless.
+    path = local if local.is_dir() else find_model(Plan(tokenizer, allow_pickle=True), with_weights=False).path
     model = find_model(plan)
     with quiet_libraries():
-        # First, so that it never writes through a link into the model.
-        load_tokenizer(ModelDirectory(found, tokenizer, None, {}), plan).save_pretrained(folder)
+        # Saved first, so that it is never written through a link into the model.
+        load_tokenizer(ModelDirectory(path, tokenizer, None, {}), plan).save_pretrained(folder)
     for name in list_files(model.path):
         target = folder / name
         if not target.exists() and not name.startswith(_TOKENIZER_FILES):
@@ -251,11 +252,13 @@ def _with_tokenizer(plan: Plan, tokenizer: str, folder: Path) -> Path:
     return folder
 
 
-def _race(engines: Mapping[str, Artifact], bundle: Bundle, measures: Measures, progress: Progress) -> list[Latencies]:
-    """One engine after the other in this process, as transformer-deploy does; the others must answer like the first."""
+def _measure(
+    engines: Mapping[str, Artifact], bundle: Bundle, measures: BenchOptions, progress: Progress
+) -> list[Latencies]:
+    """Time the engines one after another in this process, like transformer-deploy; all must agree with the first."""
     batches, options = _batches(bundle, measures), RunOptions(bundle.report.plan.threads)
     expected: list[Outputs] = []
-    taken = []
+    latencies = []
     with step(progress, "latencies", total=len(engines)):
         for name, artifact in engines.items():
             with open_session(artifact, options) as session:
@@ -265,57 +268,58 @@ def _race(engines: Mapping[str, Artifact], bundle: Bundle, measures: Measures, p
                 if not error <= measures.atol:
                     raise _too_far(name, error, measures.atol)
                 if outputs is not expected or not measures.is_fast:
-                    taken.append(Latencies(name, tuple(_time(session, batches[0], measures.count)), error))
+                    latencies.append(Latencies(name, tuple(_time(session, batches[0], measures.count)), error))
             progress.advance(note=name)
-    return taken
+    return latencies
 
 
-def _batches(bundle: Bundle, measures: Measures) -> list[Batch]:
-    """Of the optimal shape, real tokens: each from the texts of the reference in another order, by the seed."""
+def _batches(bundle: Bundle, measures: BenchOptions) -> list[Batch]:
+    """Return batches of the optimal shape with tokens of the reference texts, each in another random order."""
     signature, shapes = bundle.manifest.signature, bundle.report.plan.shapes
-    rows, order = token_rows(bundle), np.random.default_rng(measures.seed)
+    rows, generator = family_of_bundle(bundle).pipeline.bench_rows(bundle), np.random.default_rng(measures.seed)
     lengths = np.full(shapes.batch.opt, shapes.sequence.at_most(signature.max_length).opt)
     return [
-        tiled(rows.take(order.permutation(len(rows))), lengths, signature.mask_id)
+        tile_rows(rows.take(generator.permutation(len(rows))), lengths, signature.mask_id)
         for _ in range(max(1, measures.warmup))
     ]
 
 
-def max_error(ours: Sequence[Outputs], theirs: Sequence[Outputs]) -> float:
-    """The largest difference of any number; not a number where one of them is none."""
-    pairs = zip(ours, theirs, strict=True)
-    return float(np.max([np.abs(mine[name] - own[name]).max() for mine, own in pairs for name in own]))
+def max_error(outputs: Sequence[Outputs], reference: Sequence[Outputs]) -> float:
+    """Return the largest absolute difference; NaN if any value is NaN."""
+    pairs = zip(outputs, reference, strict=True)
+    errors = [np.abs(actual[name] - expected[name]).max() for actual, expected in pairs for name in expected]
+    return float(np.max(errors))
 
 
 def _time(session: Session, batch: Batch, count: int) -> Iterator[float]:
     for _ in range(count):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         session.run(batch)
-        yield (time.perf_counter() - begin) * 1e3
+        yield (time.perf_counter() - start) * 1e3
 
 
-def place_graph(graph: Path, target: Path) -> None:
-    """Two graphs lie in one directory here, so weights beside them take their graph's name."""
+def write_graph_model(graph: Path, target: Path) -> None:
+    """Copy a graph; external weights get the graph's new name, since the target directory holds two graphs."""
     if any(graph.parent.glob(f"{graph.name}.data*")):
         write_graph(read_graph(graph), target, external_data=True)
     else:
         shutil.copyfile(graph, target)
 
 
-def _safer(bundle: Bundle, entries: Sequence[VariantEntry], options: Options) -> Iterator[str]:
-    """What somebody who comes from transformer-deploy would not expect."""
-    about = bundle.manifest
-    yield "latencies are of one engine after the other; in the table engines take turns, each in its own process"
+def _notes(bundle: Bundle, entries: Sequence[VariantEntry], options: Options) -> Iterator[str]:
+    """Yield the differences that users of transformer-deploy may not expect."""
+    manifest = bundle.manifest
+    yield "latencies are measured one engine after another; in the table, engines alternate in separate processes"
     for entry in entries:
         agreement = entry.agreement
         yield (
-            f"verified: {entry.name} answers like the original"
+            f"verified: {entry.name} agrees with the reference"
             f" ({agreement.measure} {agreement.value:.5f}, largest difference {agreement.max_error:.1e})"
         )
-    yield "--atol bounds the largest difference of an output, not the mean of all differences"
-    yield f"truncation: texts of more than {about.tokenizer.max_length} tokens are cut to that many"
-    if is_batched(about.signature):
-        most = bundle.report.plan.shapes.batch.max if entries[0].backend == TENSORRT else options.max_rows
-        yield f"dynamic batching: texts of one length that come together run together; a request holds {most} at most"
-    if labels := about.task.labels:
-        yield f"labels: the repository has their names ({', '.join(labels[:4])}{', …' if len(labels) > 4 else ''})"
+    yield "--atol limits the largest difference of an output, not the mean of all differences"
+    yield f"truncation: texts are truncated to {manifest.tokenizer.max_length} tokens"
+    if is_batched(manifest.signature):
+        max_rows = bundle.report.plan.shapes.batch.max if entries[0].backend == TENSORRT else options.max_rows
+        yield f"dynamic batching: concurrent texts of equal length run together; a request has at most {max_rows}"
+    if labels := manifest.task.labels:
+        yield f"labels: the repository contains them ({', '.join(labels[:4])}{', …' if len(labels) > 4 else ''})"

@@ -1,254 +1,180 @@
-"""A bundle as an InferenceService: on our server as a runtime of its own, or on the tritonserver that KServe brings."""
+"""Write an InferenceService that runs on hasten's server as a custom runtime, or on KServe's tritonserver."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
 
 from hasten.bundle import Bundle
 from hasten.bundle.manifest import SCHEMA
 from hasten.core.errors import PlanError
 from hasten.deploy import manifests, pods, tritonserver
-from hasten.deploy.manifests import Deployment, to_yaml
-from hasten.deploy.names import check_name
-from hasten.deploy.pods import Pod, PodOptions
-from hasten.deploy.tritonserver.options import choose
-from hasten.deploy.tritonserver.writer import choose_writer
+from hasten.deploy.check_names import check_name
+from hasten.deploy.manifests import Deployment, Manifest, build_instructions, dockerfile, manifest
+from hasten.deploy.pod_options import Mode, PodOptions, Protocol, Service
+from hasten.deploy.pods import Pod
+from hasten.families import family_of_bundle
 
-# Where KServe expects a server to listen, and puts what a storage address leads to.
+# The ports on which KServe expects a server to listen, and the path to which it downloads a storage address.
 HTTP_PORT, GRPC_PORT, STORED = 8080, 9000, "/mnt/models"
-# Of an InferenceService: Knative adds "-predictor-00001" to it.
-_MOST_LETTERS = 47
-# Of the CPU, where KServe scales by it: as much as is left to a queue before it grows long.
+# For the name of an InferenceService: Knative appends "-predictor-00001" to it.
+_MAX_NAME_CHARS = 47
+# The target when KServe scales by CPU usage: above it, queues grow long.
 _CPU_PERCENT = 70
-# Tritonserver's Python models hand their tensors over in memory, of which a container has 64 MB otherwise.
+# Tritonserver's Python models exchange tensors in shared memory, which a container limits to 64 MB by default.
 _SHARED = "shared-memory"
-_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://\S+")
-
-
-class Runtime(StrEnum):
-    HASTEN = "hasten"
-    TRITONSERVER = "tritonserver"
-
-
-class Mode(StrEnum):
-    """How KServe runs pods. Knative refuses much of what a pod may say."""
-
-    STANDARD = "standard"
-    KNATIVE = "knative"
-
-
-class Protocol(StrEnum):
-    HTTP = "v2"
-    GRPC = "grpc-v2"
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """What KServe alone asks."""
-
-    runtime: Runtime = Runtime.HASTEN
-    mode: Mode = Mode.STANDARD
-    protocol: Protocol = Protocol.HTTP
-    # Holds the bundle under the model's name, or the repository of tritonserver; without it the image holds the bundle.
-    storage: str | None = None
-    # Its address: KEDA then scales by the queue, which KServe cannot by itself.
-    prometheus: str | None = None
-    is_for_cluster: bool = False
-
-    def __post_init__(self) -> None:
-        for flag, address in {"--storage": self.storage, "--prometheus": self.prometheus}.items():
-            if address is not None and not _ADDRESS.fullmatch(address):
-                raise PlanError(
-                    f"{flag} '{address}' is not an address", hint="write s3://…, gs://…, pvc://…, https://…"
-                )
-        if self.prometheus is not None and self.mode is Mode.KNATIVE:
-            raise PlanError("KServe scales by a metric of Prometheus in standard mode alone", hint="--mode standard")
-        if self.runtime is Runtime.HASTEN:
-            return
-        if self.storage is None:
-            raise PlanError(
-                "tritonserver reads a model repository from a storage address",
-                hint="hasten deploy tritonserver BUNDLE -o DIR, upload DIR, and give its address as --storage",
-            )
-        if self.prometheus is not None or self.is_for_cluster:
-            raise PlanError("--prometheus and --cluster-wide are about our own runtime", hint="leave them out")
 
 
 def write(bundle: Bundle, target: Path, options: PodOptions, service: Service, *, force: bool = False) -> Deployment:
-    """All of it, or nothing."""
-    check_name("--name", options.name, _MOST_LETTERS)
-    is_ours = service.runtime is Runtime.HASTEN
-    pod = Pod.of(bundle, options if is_ours else _of_tritonserver(bundle, options))
-    if options.keys_secret and not is_ours:
-        raise PlanError("--keys-secret is about our own server: tritonserver knows no keys", hint="leave it out")
-    if is_ours:
+    """Write all manifests atomically."""
+    check_name("--name", options.name, _MAX_NAME_CHARS)
+    files: dict[str, Manifest | str] = {}
+    if service.is_hasten:
+        pod = Pod.of(bundle, options)
         pod.check_gpus()
-    image = _image(pod, service)
-    documents = {"servingruntime.yaml": serving_runtime(pod, image, service)} if is_ours else {}
-    documents["inferenceservice.yaml"] = inference_service(pod, image, service)
-    files = {name: to_yaml(document) for name, document in documents.items()}
-    files["kustomization.yaml"] = to_yaml(manifests.kustomization(list(documents)))
-    if image and is_ours and service.storage is None:
-        files["Dockerfile"] = manifests.dockerfile(pod, image)
+        image: str | None = pod.image(has_bundle=service.storage is None)
+        files["servingruntime.yaml"] = serving_runtime(pod, image, service)
+    else:
+        pod, image = Pod.of(bundle, _with_tritonserver_variant(bundle, options)), options.image
+        if options.keys_secret:
+            raise PlanError("--keys-secret is not supported: tritonserver has no API keys", hint="leave it out")
+    files["inferenceservice.yaml"] = inference_service(pod, image, service)
+    if image and service.is_hasten and service.storage is None:
+        files["Dockerfile"] = dockerfile(pod, image)
     files["README.md"] = _readme(pod, image, service)
-    manifests.write(target, files, force=force)
-    return Deployment.of(pod, target, files, image, _scales_by(pod, service))
+    return manifests.write(target, pod, image, _scaling(pod, service)[1], files, force=force)
 
 
-def _of_tritonserver(bundle: Bundle, options: PodOptions) -> PodOptions:
-    """Sized for what `hasten deploy tritonserver` takes where it is not told otherwise, if that was timed."""
+def _with_tritonserver_variant(bundle: Bundle, options: PodOptions) -> PodOptions:
+    """Choose the variant that sizes the pods: the default of `hasten deploy tritonserver`, if it was benchmarked."""
     if options.variant is not None:
         return options
-    writes, defaults = bundle.manifest.generation is not None, tritonserver.Options()
-    taken = (choose_writer(bundle, defaults) if writes else choose(bundle, defaults).variant).name
-    is_timed = taken in [entry.name for entry in bundle.manifest.variants]
-    return replace(options, variant=taken) if is_timed else options
-
-
-def _image(pod: Pod, service: Service) -> str | None:
-    if service.runtime is Runtime.TRITONSERVER:
-        return pod.options.image
-    return pods.baked_image(pod) if service.storage is None else pod.options.image or pod.server_image
+    name = family_of_bundle(bundle).tritonserver_variant(bundle, tritonserver.Options())
+    is_timed = name in [entry.name for entry in bundle.manifest.variants]
+    return replace(options, variant=name) if is_timed else options
 
 
 def _runtime_name(pod: Pod, service: Service) -> str:
-    """One runtime serves whatever is stored elsewhere, and one what of it runs on GPUs, from another image; an image
-    with a bundle inside is a runtime of its own.
+    """Return the name of the runtime.
+
+    One runtime, and another for GPUs, serves all bundles in storage; an image with a bundle inside is its own runtime.
     """
-    if service.runtime is Runtime.TRITONSERVER:
+    if not service.is_hasten:
         return "kserve-tritonserver"
     shared = "hasten-gpu" if pod.gpus else "hasten"
     return shared if service.storage else pod.options.name
 
 
-def serving_runtime(pod: Pod, image: str | None, service: Service) -> dict[str, object]:
-    """Our server, for any bundle; what is particular to one stands in its InferenceService."""
+def serving_runtime(pod: Pod, image: str | None, service: Service) -> Manifest:
+    """Return the runtime, which can serve any bundle; the settings of a bundle are in its InferenceService."""
     container = {
         "name": "kserve-container",
         "image": image,
         **({"args": [STORED]} if service.storage else {}),
-        "env": pods.listening(HTTP_PORT, GRPC_PORT),
-        # KServe's downloader is given the same rights, and has files of its own to write.
-        "securityContext": pods.security(is_read_only=service.storage is None),
-        "volumeMounts": pods.mounts(),
+        "env": pods.listen_variables(HTTP_PORT, GRPC_PORT),
+        # KServe's downloader gets the same security context, and writes files of its own.
+        "securityContext": pods.security_context(is_read_only=service.storage is None),
+        "volumeMounts": pods.VOLUME_MOUNTS,
     }
-    place = {} if service.is_for_cluster else pod.options.place
-    return manifests.document(
+    namespace = {} if service.is_for_cluster else pod.options.namespace_field
+    return manifest(
         "serving.kserve.io/v1alpha1",
         "ClusterServingRuntime" if service.is_for_cluster else "ServingRuntime",
-        {"name": _runtime_name(pod, service), **place, "labels": {"app.kubernetes.io/managed-by": "hasten"}},
+        {"name": _runtime_name(pod, service), **namespace, "labels": {"app.kubernetes.io/managed-by": "hasten"}},
         {
-            # An image with a bundle inside answers for that one alone: nobody else is to be given it.
+            # An image with a bundle inside serves that bundle only: KServe must not select it for others.
             "supportedModelFormats": [{"name": "hasten", "version": str(SCHEMA), "autoSelect": bool(service.storage)}],
             "protocolVersions": [protocol.value for protocol in Protocol],
             "containers": [container],
-            "volumes": pods.volumes(),
+            "volumes": pods.VOLUMES,
         },
     )
 
 
-def inference_service(pod: Pod, image: str | None, service: Service) -> dict[str, object]:
-    options, is_ours = pod.options, service.runtime is Runtime.HASTEN
+def inference_service(pod: Pod, image: str | None, service: Service) -> Manifest:
+    """Return the InferenceService."""
+    options, is_hasten = pod.options, service.is_hasten
     is_grpc = service.protocol is Protocol.GRPC
     model = {
-        "modelFormat": {"name": "hasten", "version": str(SCHEMA)} if is_ours else {"name": "triton"},
+        "modelFormat": {"name": "hasten", "version": str(SCHEMA)} if is_hasten else {"name": "triton"},
         "runtime": _runtime_name(pod, service),
         "protocolVersion": service.protocol.value,
         **({"storageUri": service.storage} if service.storage else {}),
-        **({"image": image} if image and not is_ours else {}),
-        **({"env": pod.environment()} if is_ours else {}),
+        **({"image": image} if image and not is_hasten else {}),
+        **({"env": pod.environment()} if is_hasten else {}),
         "ports": [{"name": "h2c", "containerPort": GRPC_PORT} if is_grpc else {"containerPort": HTTP_PORT}],
         "resources": pod.resources(),
-        **({} if is_ours else {"volumeMounts": [{"name": _SHARED, "mountPath": "/dev/shm"}]}),
+        **({} if is_hasten else {"volumeMounts": [{"name": _SHARED, "mountPath": "/dev/shm"}]}),
         **_probes(pod, service),
     }
+    labels = {"serving.kserve.io/inferenceservice": options.name}
     predictor = {
         "minReplicas": options.replicas,
-        "maxReplicas": options.max_replicas,
-        **_scaling(pod, service),
-        # Tritonserver's own numbers are elsewhere.
-        "annotations": pod.annotations(HTTP_PORT) if is_ours else {"hasten/bundle": pod.digest},
-        # A Service called "hasten" would otherwise set HASTEN_PORT, which is an option of ours.
-        "enableServiceLinks": False,
-        **_scheduling(pod, service),
-        **({} if is_ours else {"volumes": [{"name": _SHARED, "emptyDir": {"medium": "Memory"}}]}),
+        "maxReplicas": options.replica_limit,
+        **_scaling(pod, service)[0],
+        # Tritonserver exports its metrics on another port.
+        "annotations": pod.annotations(HTTP_PORT) if is_hasten else {"hasten/bundle": pod.digest},
+        # Knative rejects most of these fields.
+        **({"enableServiceLinks": False} if service.mode is Mode.KNATIVE else pod.scheduling(labels)),
+        **({} if is_hasten else {"volumes": [{"name": _SHARED, "emptyDir": {"medium": "Memory"}}]}),
         "model": model,
     }
     annotations = {"serving.kserve.io/deploymentMode": service.mode.value.capitalize()}
     if service.prometheus:
         annotations["serving.kserve.io/autoscalerClass"] = "keda"
     metadata = {**pod.metadata(), "annotations": annotations}
-    return manifests.document("serving.kserve.io/v1beta1", "InferenceService", metadata, {"predictor": predictor})
+    return manifest("serving.kserve.io/v1beta1", "InferenceService", metadata, {"predictor": predictor})
 
 
-def _probes(pod: Pod, service: Service) -> dict[str, object]:
-    """Tritonserver answers at the same paths."""
+def _probes(pod: Pod, service: Service) -> Manifest:
+    """Return the probes, whose paths tritonserver has, too; Knative accepts a readiness probe only."""
     if service.mode is Mode.STANDARD:
-        return {**pod.probes(HTTP_PORT), **pods.lingering()}
+        return {**pod.probes(HTTP_PORT), **pods.PRE_STOP}
     if service.protocol is Protocol.GRPC:
         return {"readinessProbe": {"grpc": {"port": GRPC_PORT}}}
     return {"readinessProbe": pod.probes(HTTP_PORT)["readinessProbe"]}
 
 
-def _scheduling(pod: Pod, service: Service) -> dict[str, object]:
-    if service.mode is Mode.KNATIVE:
-        return {}
-    labels = {"serving.kserve.io/inferenceservice": pod.options.name}
-    return {
-        "terminationGracePeriodSeconds": pod.options.grace_s,
-        "topologySpreadConstraints": pods.spread(labels),
-        **pod.affinity(),
-        **pod.tolerations(),
-    }
-
-
-def _scaling(pod: Pod, service: Service) -> dict[str, object]:
+def _scaling(pod: Pod, service: Service) -> tuple[Manifest, str]:
+    """Return the fields that scale the pods, and describe when more are started."""
     if service.prometheus:
-        # KServe hands `value` to KEDA as what each pod may have of the sum.
-        labels = {"model": pod.options.name, **pod.options.place}
-        matched = ",".join(f'{name}="{value}"' for name, value in labels.items())
+        # KServe passes `value` to KEDA as the target per pod.
+        labels = {"model": pod.options.name, **pod.options.namespace_field}
+        matchers = ",".join(f'{name}="{value}"' for name, value in labels.items())
         metric = {
             "backend": "prometheus",
             "serverAddress": service.prometheus,
-            "query": f"sum(avg_over_time({pods.QUEUE_METRIC}{{{matched}}}[1m]))",
+            "query": f"sum(avg_over_time({pods.QUEUE_METRIC}{{{matchers}}}[1m]))",
         }
-        target = {"type": "Value", "value": str(pod.target_waiting)}
-        return {"autoScaling": {"metrics": [{"type": "External", "external": {"metric": metric, "target": target}}]}}
+        target = {"type": "Value", "value": str(pod.target_queue_size)}
+        metrics = [{"type": "External", "external": {"metric": metric, "target": target}}]
+        return {"autoScaling": {"metrics": metrics}}, pod.scaling_rule
     if service.mode is Mode.KNATIVE:
-        # Those that wait, and those that run.
-        return {"scaleMetric": "concurrency", "scaleTarget": pod.target_waiting + pod.running}
-    return {"scaleMetric": "cpu", "scaleTarget": _CPU_PERCENT}
-
-
-def _scales_by(pod: Pod, service: Service) -> str:
-    if service.prometheus:
-        return pod.queue_limit
-    if service.mode is Mode.KNATIVE:
-        return f"over {pod.target_waiting + pod.running} requests under way a pod"
-    return f"over {_CPU_PERCENT} % of the CPU in use"
+        in_flight = pod.target_queue_size + pod.concurrency
+        fields = {"scaleMetric": "concurrency", "scaleTarget": in_flight}
+        return fields, f"over {in_flight} requests in flight per pod"
+    return {"scaleMetric": "cpu", "scaleTarget": _CPU_PERCENT}, f"over {_CPU_PERCENT} % CPU usage"
 
 
 def _readme(pod: Pod, image: str | None, service: Service) -> str:
     options = pod.options
-    is_ours = service.runtime is Runtime.HASTEN
-    needs = {
-        Mode.STANDARD: "`--prometheus URL` scales by the queue instead, through KEDA." if is_ours else "",
+    is_hasten = service.is_hasten
+    note = {
+        Mode.STANDARD: "`--prometheus URL` scales by the queue instead, with KEDA." if is_hasten else "",
         Mode.KNATIVE: "Knative counts them.",
     }[service.mode]
     if service.prometheus:
-        needs = f"The cluster needs KEDA, and a Prometheus at `{service.prometheus}` that scrapes annotated pods."
+        note = f"The cluster needs KEDA, and a Prometheus at `{service.prometheus}` that scrapes annotated pods."
     count = f"{options.replicas} pods."
     if options.is_scaled:
-        count = f"{options.replicas} to {options.max_replicas} pods: more with {_scales_by(pod, service)}. {needs}"
+        rule = _scaling(pod, service)[1]
+        count = f"{options.replicas} to {options.replica_limit} pods: more are started at {rule}. {note}"
     return f"""# {options.name} on KServe
 
 Written by hasten for bundle `{pod.digest[:12]}`, variant `{pod.entry.name}`. Needs Kubernetes 1.30 and KServe 0.16 in
 {service.mode.value} mode, or newer.
 
-{_bringing(pod, image, service)}
+{_delivery_notes(pod, image, service)}
 ```
 kubectl apply -k .
 kubectl wait --for=condition=Ready inferenceservice/{options.name}
@@ -256,31 +182,31 @@ kubectl wait --for=condition=Ready inferenceservice/{options.name}
 
 ## Size and scaling
 
-{pod.size} for each pod, by the bundle's benchmark. {count.strip()}
-{_about_gpus(pod, service)}"""
+{pod.size} per pod, according to the bundle's benchmark. {count.strip()}
+{_gpu_notes(pod, service)}"""
 
 
-def _about_gpus(pod: Pod, service: Service) -> str:
+def _gpu_notes(pod: Pod, service: Service) -> str:
     if not pod.gpus:
         return ""
     is_by_cpu = pod.options.is_scaled and service.mode is Mode.STANDARD and not service.prometheus
-    warning = "\nThe CPU says little about how busy a GPU is: scale by the queue where you can.\n" if is_by_cpu else ""
-    about = pod.about_gpus(is_tolerant=service.mode is Mode.STANDARD) if service.runtime is Runtime.HASTEN else ""
-    return f"{about}{warning}"
+    warning = "\nCPU usage does not reflect GPU usage: scale by the queue if possible.\n" if is_by_cpu else ""
+    notes = pod.gpu_notes(is_tolerant=service.mode is Mode.STANDARD) if service.is_hasten else ""
+    return f"{notes}{warning}"
 
 
-def _bringing(pod: Pod, image: str | None, service: Service) -> str:
-    """How the bundle comes there, and by what name it is asked."""
+def _delivery_notes(pod: Pod, image: str | None, service: Service) -> str:
+    """Describe how the bundle reaches the pods, and the name of the model."""
     name = pod.options.name
-    if service.runtime is Runtime.TRITONSERVER:
-        given = f" (now `{image}`)" if image else ""
-        return f"""`{service.storage}` holds the model repository that `hasten deploy tritonserver BUNDLE -o DIR` wrote.
-Models go by the names of its folders. Those in Python need packages that NVIDIA's image does not have: build the
-`Dockerfile` in DIR, and give the image's name as `--image`{given}. Where DIR was written from another variant, by
-`--variant` or `--runtime python`, give it here as `--variant`: pods are as big as its benchmark says.
+    if not service.is_hasten:
+        current = f" (now `{image}`)" if image else ""
+        return f"""`{service.storage}` contains the repository that `hasten deploy tritonserver BUNDLE -o DIR` wrote.
+Models are named like its folders. Models in Python need packages that NVIDIA's image lacks: build the `Dockerfile` in
+DIR and pass the image's name as `--image`{current}. If DIR was written from another variant, with `--variant` or
+`--runtime python`, pass that variant here as `--variant`: pods are sized by its benchmark.
 """
-    asked = f"The model goes by `{name}`: `POST /v2/models/{name}/infer`.\n"
+    usage = f"The model is named `{name}`: `POST /v2/models/{name}/infer`.\n"
     if image and service.storage is None:
-        return f"{manifests.building(image)}\n{asked}"
-    return f"""`{service.storage}` holds the bundle in a folder `{name}/`: upload its directory as that. The runtime
-`{_runtime_name(pod, service)}` serves any bundle{" for GPUs" if pod.gpus else ""} that is stored so. {asked}"""
+        return f"{build_instructions(image)}\n{usage}"
+    return f"""`{service.storage}` must contain the bundle's directory as `{name}/`. The runtime
+`{_runtime_name(pod, service)}` serves any bundle{" for GPUs" if pod.gpus else ""} that is stored like this. {usage}"""

@@ -1,126 +1,106 @@
-"""A bundle as a Deployment that grows with its queue: manifests that `kubectl apply -k` takes as they are."""
+"""Write the manifests of a Deployment that is scaled by its queue, ready for `kubectl apply -k`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.bundle import Bundle
 from hasten.deploy import manifests, pods
-from hasten.deploy.manifests import Deployment, to_yaml
-from hasten.deploy.names import check_object
-from hasten.deploy.pods import Pod, PodOptions
+from hasten.deploy.check_names import check_object
+from hasten.deploy.manifests import Deployment, Manifest, build_instructions, dockerfile, manifest, to_yaml
+from hasten.deploy.pod_options import LINGER_S, PodOptions
+from hasten.deploy.pods import Pod
 from hasten.server.settings import Settings
 
 HTTP_PORT = Settings().port
 GRPC_PORT = HTTP_PORT + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """How the bundle comes into the pods: inside their image, or from a claim that holds it under the model's name."""
-
-    volume_claim: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.volume_claim is not None:
-            check_object("--volume-claim", self.volume_claim)
-
-
-def write(bundle: Bundle, target: Path, options: PodOptions, delivery: Delivery, *, force: bool = False) -> Deployment:
-    """All of it, or nothing."""
+def write(
+    bundle: Bundle, target: Path, options: PodOptions, volume_claim: str | None, *, force: bool = False
+) -> Deployment:
+    """Write all manifests atomically; the bundle is in the image, or under the model's name in the volume claim."""
+    if volume_claim is not None:
+        check_object("--volume-claim", volume_claim)
     pod = Pod.of(bundle, options)
     pod.check_gpus()
-    claim = delivery.volume_claim
-    image = options.image or pod.server_image if claim else pods.baked_image(pod)
-    documents = all_manifests(pod, image, delivery)
-    files = {name: to_yaml(document) for name, document in documents.items()}
-    files["kustomization.yaml"] = to_yaml(manifests.kustomization(list(documents)))
+    image = pod.image(has_bundle=volume_claim is None)
+    files: dict[str, Manifest | str] = {
+        "deployment.yaml": deployment(pod, image, volume_claim),
+        "service.yaml": service(pod),
+        "disruption.yaml": disruption(pod),
+    }
     if options.is_scaled:
+        files["autoscaler.yaml"] = autoscaler(pod)
         files["prometheus-adapter.yaml"] = to_yaml(adapter_rules())
-    if claim is None:
-        files["Dockerfile"] = manifests.dockerfile(pod, image)
-    files["README.md"] = _readme(pod, image, delivery)
-    manifests.write(target, files, force=force)
-    return Deployment.of(pod, target, files, image, pod.queue_limit)
+    if volume_claim is None:
+        files["Dockerfile"] = dockerfile(pod, image)
+    files["README.md"] = _readme(pod, image, volume_claim)
+    return manifests.write(target, pod, image, pod.scaling_rule, files, force=force)
 
 
-def all_manifests(pod: Pod, image: str, delivery: Delivery) -> dict[str, dict[str, object]]:
-    """By the file each goes into."""
-    found = {"deployment.yaml": deployment(pod, image, delivery), "service.yaml": service(pod)}
-    found["disruption.yaml"] = disruption(pod)
-    if pod.options.is_scaled:
-        found["autoscaler.yaml"] = autoscaler(pod)
-    return found
-
-
-def deployment(pod: Pod, image: str, delivery: Delivery) -> dict[str, object]:
+def deployment(pod: Pod, image: str, volume_claim: str | None) -> Manifest:
+    """Return the Deployment."""
     options = pod.options
     selector = _selector(pod)
-    # Where there is an autoscaler, the number is its own: applying the manifest again would undo it.
+    # An autoscaler sets the number of replicas: applying the manifest again must not reset it.
     replicas = {} if options.is_scaled else {"replicas": options.replicas}
     spec = {
         **replicas,
         "selector": selector,
-        # New pods come before old ones go.
+        # New pods start before old ones stop.
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": "25%", "maxUnavailable": 0}},
         "template": {
             "metadata": {"labels": pod.labels(), "annotations": pod.annotations(HTTP_PORT)},
             "spec": {
-                "terminationGracePeriodSeconds": options.grace_s,
-                # A Service called "hasten" would otherwise set HASTEN_PORT, which is an option of ours.
-                "enableServiceLinks": False,
+                **pod.scheduling(selector["matchLabels"]),
                 "automountServiceAccountToken": False,
-                "topologySpreadConstraints": pods.spread(selector["matchLabels"]),
-                **pod.affinity(),
-                **pod.tolerations(),
-                "containers": [_container(pod, image, delivery)],
-                "volumes": [*_bundle_volume(delivery), *pods.volumes()],
+                "containers": [_container(pod, image, volume_claim)],
+                "volumes": [*_bundle_volume(volume_claim), *pods.VOLUMES],
             },
         },
     }
-    return manifests.document("apps/v1", "Deployment", pod.metadata(), spec)
+    return manifest("apps/v1", "Deployment", pod.metadata(), spec)
 
 
-def _container(pod: Pod, image: str, delivery: Delivery) -> dict[str, object]:
-    bundle = [{"name": "models", "mountPath": pods.MODELS, "readOnly": True}] if delivery.volume_claim else []
+def _container(pod: Pod, image: str, volume_claim: str | None) -> Manifest:
+    bundle = [{"name": "models", "mountPath": pods.MODELS, "readOnly": True}] if volume_claim else []
     return {
         "name": "hasten",
         "image": image,
         "args": [f"{pods.MODELS}/{pod.options.name}"],
-        "env": [*pods.listening(HTTP_PORT, GRPC_PORT), *pod.environment()],
+        "env": [*pods.listen_variables(HTTP_PORT, GRPC_PORT), *pod.environment()],
         "ports": [{"name": "http", "containerPort": HTTP_PORT}, {"name": "grpc", "containerPort": GRPC_PORT}],
         "resources": pod.resources(),
         **pod.probes(HTTP_PORT),
-        **pods.lingering(),
-        "securityContext": pods.security(),
-        "volumeMounts": [*bundle, *pods.mounts()],
+        **pods.PRE_STOP,
+        "securityContext": pods.security_context(),
+        "volumeMounts": [*bundle, *pods.VOLUME_MOUNTS],
     }
 
 
-def _bundle_volume(delivery: Delivery) -> list[object]:
-    claim = delivery.volume_claim
+def _bundle_volume(volume_claim: str | None) -> list[object]:
+    claim = volume_claim
     return [{"name": "models", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}] if claim else []
 
 
-def service(pod: Pod) -> dict[str, object]:
+def service(pod: Pod) -> Manifest:
+    """Return the Service."""
     ports = [
         {"name": "http", "port": HTTP_PORT, "targetPort": "http", "appProtocol": "http"},
         {"name": "grpc", "port": GRPC_PORT, "targetPort": "grpc", "appProtocol": "kubernetes.io/h2c"},
     ]
-    return manifests.document(
-        "v1", "Service", pod.metadata(), {"selector": _selector(pod)["matchLabels"], "ports": ports}
-    )
+    return manifest("v1", "Service", pod.metadata(), {"selector": _selector(pod)["matchLabels"], "ports": ports})
 
 
-def autoscaler(pod: Pod) -> dict[str, object]:
-    """Up at once, by as much as there are or four; down slowly, since a queue is empty long before it is not needed."""
+def autoscaler(pod: Pod) -> Manifest:
+    """Return the autoscaler: fast up, by 100 % or four pods; slowly down, as pods with an empty queue may be busy."""
     options = pod.options
-    target = {"type": "AverageValue", "averageValue": str(pod.target_waiting)}
+    target = {"type": "AverageValue", "averageValue": str(pod.target_queue_size)}
     spec = {
         "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": options.name},
         "minReplicas": options.replicas,
-        "maxReplicas": options.max_replicas,
+        "maxReplicas": options.replica_limit,
         "metrics": [{"type": "Pods", "pods": {"metric": {"name": pods.QUEUE_METRIC}, "target": target}}],
         "behavior": {
             "scaleUp": {
@@ -136,21 +116,21 @@ def autoscaler(pod: Pod) -> dict[str, object]:
             },
         },
     }
-    return manifests.document("autoscaling/v2", "HorizontalPodAutoscaler", pod.metadata(), spec)
+    return manifest("autoscaling/v2", "HorizontalPodAutoscaler", pod.metadata(), spec)
 
 
-def disruption(pod: Pod) -> dict[str, object]:
-    """A tenth of the pods at a time, rounded up: nodes can always be emptied."""
+def disruption(pod: Pod) -> Manifest:
+    """Return the disruption budget: a tenth of the pods, rounded up, so that nodes can always be drained."""
     spec = {
         "maxUnavailable": "10%",
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": _selector(pod),
     }
-    return manifests.document("policy/v1", "PodDisruptionBudget", pod.metadata(), spec)
+    return manifest("policy/v1", "PodDisruptionBudget", pod.metadata(), spec)
 
 
-def adapter_rules() -> dict[str, object]:
-    """Values for prometheus-adapter's chart: the queue of a pod, over a minute, since it changes all the time."""
+def adapter_rules() -> Manifest:
+    """Return values for prometheus-adapter's chart: a pod's queue size, averaged over a minute."""
     rule = {
         "seriesQuery": f'{pods.QUEUE_METRIC}{{namespace!="",pod!=""}}',
         "resources": {"overrides": {"namespace": {"resource": "namespace"}, "pod": {"resource": "pod"}}},
@@ -161,67 +141,70 @@ def adapter_rules() -> dict[str, object]:
 
 
 def _selector(pod: Pod) -> dict[str, dict[str, object]]:
-    """What never changes: a Deployment's selector cannot."""
+    """Return the selector, of constant labels only: the selector of a Deployment is immutable."""
     return {"matchLabels": {"app.kubernetes.io/name": pod.options.name}}
 
 
-def _readme(pod: Pod, image: str, delivery: Delivery) -> str:
+def _readme(pod: Pod, image: str, volume_claim: str | None) -> str:
     options = pod.options
-    where = f" -n {options.namespace}" if options.namespace else ""
-    if delivery.volume_claim:
-        bring = f"""The claim `{delivery.volume_claim}` holds the bundle under `{options.name}/`, readable for user
-10001, and many nodes may mount it at once (`ReadOnlyMany` or `ReadWriteMany`). After a new bundle was put there, write
-the manifests again: its hash changes, and pods are replaced.
+    namespace = f" -n {options.namespace}" if options.namespace else ""
+    if volume_claim:
+        delivery_notes = f"""The claim `{volume_claim}` must contain the bundle in `{options.name}/`, readable
+for user 10001, and allow several nodes to mount it (`ReadOnlyMany` or `ReadWriteMany`). After replacing the bundle,
+write the manifests again: its hash changes, so that pods are replaced.
 """
     else:
-        bring = f"""{manifests.building(image)}
-Another bundle has another tag, so that applying its manifests replaces the pods one after the other.
+        delivery_notes = f"""{build_instructions(image)}
+Each bundle has its own tag, so that applying the manifests of another bundle replaces the pods by a rolling update.
 """
-    scaled = f"""
+    device = "a GPU" if pod.gpus else pods.pluralize(pod.cores, "core")
+    scaling = f"""
 ## Scaling
 
-Between {options.replicas} and {options.max_replicas} pods, more where each has over {pod.target_waiting} requests \
-waiting: that is {1e3 * options.target_wait_s:g} ms of
-the {pod.per_second:.0f} sentences a second that the benchmark measured on {pod.timed_on}. The cluster needs
+Between {options.replicas} and {options.replica_limit} pods: more are started when over {pod.target_queue_size} \
+requests per pod are queued,
+the number processed in {1e3 * options.target_wait_s:g} ms at the {pod.rows_per_s:.0f} sequences/s that the benchmark \
+measured on {device}. The cluster needs
 
-- Prometheus that scrapes annotated pods and labels what it finds with `namespace` and `pod`;
-- prometheus-adapter with the rule in `prometheus-adapter.yaml` (values of its Helm chart), which offers
-  `{pods.QUEUE_METRIC}` as a metric of pods. To see it:
+- Prometheus that scrapes annotated pods and adds the labels `namespace` and `pod`;
+- prometheus-adapter with the rule in `prometheus-adapter.yaml` (values of its Helm chart), which provides
+  `{pods.QUEUE_METRIC}` as a metric of pods. To read it:
   `kubectl get --raw "/apis/custom.metrics.k8s.io/v1beta1/namespaces/NAMESPACE/pods/*/{pods.QUEUE_METRIC}"`
 """
     keys = f"""
 ## Keys
 
-`kubectl create secret generic {options.keys_secret}{where} --from-file=api-keys=FILE`, a key a line. `/metrics` asks
-for one too: give your Prometheus one (`authorization` in its scrape configuration).
+`kubectl create secret generic {options.keys_secret}{namespace} --from-file=api-keys=FILE`, with a key per line.
+`/metrics` requires a key, too: configure one in Prometheus (`authorization` in its scrape configuration).
 """
-    open_door = """
+    no_keys = """
 ## Keys
 
-None are asked for: whoever reaches the Service may ask, and load and unload its models. `--keys-secret` changes that.
+No API keys are required: every client that reaches the Service can send requests, and load and unload its models. Use
+`--keys-secret` to require keys.
 """
     return f"""# {options.name} on Kubernetes
 
 Written by hasten for bundle `{pod.digest[:12]}`, variant `{pod.entry.name}`. Needs Kubernetes 1.30 or newer.
 
-{bring}
+{delivery_notes}
 ```
 kubectl apply -k .
-kubectl rollout status deployment/{options.name}{where}
+kubectl rollout status deployment/{options.name}{namespace}
 ```
 
-The model goes by `{options.name}`: `POST http://{options.name}:{HTTP_PORT}/v2/models/{options.name}/infer`, \
+The model is named `{options.name}`: `POST http://{options.name}:{HTTP_PORT}/v2/models/{options.name}/infer`, \
 `POST /predict`, gRPC on {GRPC_PORT}.
-gRPC keeps its connection: clients balance themselves, or a mesh does.
+gRPC keeps its connection open: balance the load in the clients or with a service mesh.
 
 ## Size
 
-{pod.size} for each pod: the cores it was timed on (or `--threads` × `--instances`), and the peak
-that was measured, for each session, with room for the bodies of requests. Every pod runs `{pod.entry.name}`; on a node
-that cannot, it does not become ready, and its log says why.
-{pod.about_gpus()}{scaled if options.is_scaled else ""}{keys if options.keys_secret else open_door}
+{pod.size} per pod: the cores of the benchmark (or `--threads` × `--instances`), and for each session the
+measured peak memory, plus room for request bodies. Every pod runs `{pod.entry.name}`; on a node that cannot run it, a
+pod does not become ready, and its log gives the reason.
+{pod.gpu_notes()}{scaling if options.is_scaled else ""}{keys if options.keys_secret else no_keys}
 ## Stopping
 
-A pod that is to go is sent requests for up to {pods.LINGER_S} s more, then answers what it took for up to \
-{options.drain_s:g} s: {options.grace_s} s at most.
+A terminating pod accepts requests for {LINGER_S} s more, then has up to {options.drain_timeout_s:g} s to answer the \
+accepted ones: {options.grace_s} s at most.
 """

@@ -1,20 +1,23 @@
-"""Manifests as files: the YAML, what binds them together, the image they run, and all of it written at once."""
+"""Write manifests: their YAML, the Kustomization, and the Dockerfile of the image that they run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.core.errors import missing_package, translate_os_errors
-from hasten.deploy import written
+from hasten.deploy import atomic_output
 from hasten.deploy.pods import MODELS, USER, Pod
+
+Manifest = Mapping[str, object]
 
 
 def dockerfile(pod: Pod, image: str) -> str:
-    name, made_by = pod.options.name, "make image GPU=1" if pod.gpus else "make image"
+    """Return the Dockerfile of an image with the server and the bundle."""
+    name, command = pod.options.name, "make image GPU=1" if pod.gpus else "make image"
     return f"""# The server with the bundle inside: docker build --file Dockerfile --tag {image} BUNDLE
-# BUNDLE is the bundle's directory, BASE what `{made_by}` of hasten builds.
+# BUNDLE is the bundle's directory, BASE the image that hasten's `{command}` builds.
 ARG BASE={pod.server_image}
 FROM ${{BASE}}
 COPY --chown={USER}:{USER} . {MODELS}/{name}
@@ -22,32 +25,29 @@ CMD ["{MODELS}/{name}"]
 """
 
 
-def document(version: str, kind: str, metadata: Mapping[str, object], spec: Mapping[str, object]) -> dict[str, object]:
+def manifest(version: str, kind: str, metadata: Mapping[str, object], spec: Mapping[str, object]) -> Manifest:
+    """Return a manifest."""
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def kustomization(resources: Sequence[str]) -> dict[str, object]:
-    """Without a namespace: each says its own, and Kustomize would give one to what belongs to the whole cluster."""
-    about = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
-    return {**about, "resources": list(resources)}
-
-
-def building(image: str) -> str:
+def build_instructions(image: str) -> str:
+    """Return the commands that build and push the image, as Markdown."""
     return f"""```
 docker build --file Dockerfile --tag {image} BUNDLE    # the bundle's directory
-docker push {image}    # where your nodes do not build images themselves
+docker push {image}    # unless your nodes build images themselves
 ```
 """
 
 
-def to_yaml(document: Mapping[str, object]) -> str:
+def to_yaml(document: Manifest) -> str:
+    """Return the manifest as YAML."""
     try:
         import yaml
     except ImportError as error:
         raise missing_package("pyyaml", "writing manifests", "deploy") from error
 
     class Plain(yaml.SafeDumper):
-        """Says twice what stands twice, instead of pointing from one place to the other."""
+        """Repeats equal values instead of writing aliases."""
 
         def ignore_aliases(self, data: object) -> bool:
             return True
@@ -58,31 +58,44 @@ def to_yaml(document: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What was written, and what it asks of a cluster."""
+    """The files that were written, and the resources that they request."""
 
     path: Path
     files: tuple[str, ...]
     name: str
-    # None where the runtime brings its own.
+    # None if the runtime has its own image.
     image: str | None
     variant: str
     cores: int
     memory_bytes: int
     gpus: int
-    # None where the number of pods is fixed.
+    # None if the number of pods is fixed.
     scales_by: str | None
 
-    @classmethod
-    def of(cls, pod: Pod, target: Path, files: Mapping[str, str], image: str | None, scales_by: str) -> Deployment:
-        options = pod.options
-        scaling = scales_by if options.is_scaled else None
-        size = (pod.cores, pod.memory_bytes, pod.gpus)
-        return cls(target, tuple(files), options.name, image, pod.entry.name, *size, scaling)
 
-
-def write(target: Path, files: Mapping[str, str], *, force: bool) -> None:
-    with written(target, force=force) as staging:
+def write(
+    target: Path, pod: Pod, image: str | None, scaling_rule: str, files: Mapping[str, Manifest | str], *, force: bool
+) -> Deployment:
+    """Write the files atomically; the manifests come first, and a Kustomization lists them."""
+    resources = [name for name, content in files.items() if not isinstance(content, str)]
+    # Without a namespace, which Kustomize would also set on resources of the whole cluster.
+    header = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    contents = {name: files[name] for name in resources}
+    contents |= {"kustomization.yaml": {**header, "resources": resources}, **files}
+    with atomic_output(target, force=force) as staging:
         with translate_os_errors(f"writing {target}"):
-            for name, text in files.items():
+            for name, content in contents.items():
+                text = content if isinstance(content, str) else to_yaml(content)
                 (staging.path / name).write_text(text, encoding="utf-8")
         staging.put_in_place()
+    return Deployment(
+        path=target,
+        files=tuple(contents),
+        name=pod.options.name,
+        image=image,
+        variant=pod.entry.name,
+        cores=pod.cores,
+        memory_bytes=pod.memory_bytes,
+        gpus=pod.gpus,
+        scales_by=scaling_rule if pod.options.is_scaled else None,
+    )

@@ -1,1 +1,1 @@
-"""Writing text with a model that was opened: the next token, the text of tokens, chats, many rows at once."""
+"""Generate text with a decoder: sampling, beam search, detokenization, chats and continuous batching."""

@@ -1,4 +1,4 @@
-"""Chats as the text a model was taught them in: the Jinja templates that come with tokenizers."""
+"""Render chats as text with the Jinja templates of tokenizers."""
 
 from __future__ import annotations
 
@@ -10,95 +10,93 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 from hasten.core.errors import InputError, missing_package
-from hasten.core.generation import GenerationSpec
+from hasten.core.generation_types import GenerationSpec
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
 Message = Mapping[str, Any]
 
-# What every template may be given; others only where it names them.
+# Roles that every template accepts; others are accepted if the template names them.
 _ROLES = ("system", "user", "assistant", "tool")
-# Marks the end of a message that is to be continued; a template puts what ends a message behind it.
-_HERE = "\ue000hasten\ue000"
+# Marks the end of a message to continue; a template puts its end-of-message tokens after it.
+_CONTINUE = "\ue000hasten\ue000"
 
 
 def is_chat(payload: object) -> TypeGuard[Sequence[Message]]:
-    """Whether it is one chat, and not a list of texts or of chats."""
+    """Return whether a payload is one chat, and not a list of texts or of chats."""
     return isinstance(payload, list | tuple) and bool(payload) and isinstance(payload[0], Mapping)
 
 
 def is_continued(messages: Sequence[Message]) -> bool:
-    """Whether the answer goes on with the last message: it is the model's own, as in transformers' pipelines."""
+    """Return whether the answer continues the last message: it is an assistant's, as in transformers' pipelines."""
     return bool(messages[-1]["role"] == "assistant")
 
 
 def render(spec: GenerationSpec, messages: Sequence[object], variables: Mapping[str, object] | None = None) -> str:
-    """The text of a chat up to where the answer begins. More variables of a template, as tools, are given by name."""
+    """Return the text of a chat up to the answer. `variables` are passed to the template, such as `tools`."""
     if not spec.chat_template:
-        raise InputError(
-            "this model has no chat template: it was not taught chats", hint="give it a text to go on with"
-        )
-    chat = [_message(place, message, spec.chat_template) for place, message in enumerate(messages, 1)]
+        raise InputError("this model has no chat template", hint="pass a text to continue")
+    chat = [_message(number, message, spec.chat_template) for number, message in enumerate(messages, 1)]
     if not chat:
         raise InputError("the chat has no messages", hint='[{"role": "user", "content": "…"}]')
     continued = is_continued(chat)
     if continued:
-        chat[-1]["content"] += f"{_HERE} "
+        chat[-1]["content"] += f"{_CONTINUE} "
     names = {**spec.special_tokens, "tools": None, "documents": None, **(variables or {})}
-    text = _rendered(spec.chat_template, names | {"messages": chat, "add_generation_prompt": not continued})
+    text = _render(spec.chat_template, names | {"messages": chat, "add_generation_prompt": not continued})
     if not continued:
         return text
-    before, mark, after = text.rpartition(_HERE)
+    before, mark, after = text.rpartition(_CONTINUE)
     if not mark:
-        raise InputError("the chat template changes the last message, so that it cannot be continued")
-    # A template that takes off the last space would have taken off the message's own too.
+        raise InputError("the chat template changes the last message: it cannot be continued")
+    # A template that strips the last space would have stripped the message's own too.
     return before if after.startswith(" ") else before.rstrip()
 
 
-def _message(place: int, message: object, template: str) -> dict[str, Any]:
+def _message(number: int, message: object, template: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise InputError(f"message {place} is {message!r}; a message has a role and a content")
+        raise InputError(f"message {number} is {message!r}; a message has a role and a content")
     for name in ("role", "content"):
         if name not in message:
-            raise InputError(f"message {place} has no {name}", hint='{"role": "user", "content": "…"}')
+            raise InputError(f"message {number} has no {name}", hint='{"role": "user", "content": "…"}')
     if not isinstance(message["role"], str):
-        raise InputError(f"the role of message {place} is {message['role']!r}; it must be a text")
+        raise InputError(f"the role of message {number} is {message['role']!r}; it must be a string")
     copied: dict[str, Any] = _plain(message)
-    if copied["role"] == "developer" and not _names(template, "developer"):
-        # What newer clients of OpenAI call it.
+    if copied["role"] == "developer" and not _has_role(template, "developer"):
+        # The name of the system role in newer OpenAI clients.
         copied["role"] = "system"
-    if copied["role"] not in _ROLES and not _names(template, copied["role"]):
+    if copied["role"] not in _ROLES and not _has_role(template, copied["role"]):
         raise InputError(
-            f"message {place} has the role '{copied['role']}', which the model's chat template does not know",
-            hint=f"one of {', '.join(_ROLES)}",
+            f"message {number} has the role '{copied['role']}', which the model's chat template does not support",
+            hint=f"use one of {', '.join(_ROLES)}",
         )
     if isinstance(copied["content"], list):
-        copied["content"] = _joined(place, copied["content"])
-    # An answer that only called tools has none.
+        copied["content"] = _joined(number, copied["content"])
+    # An answer that only called tools has no content.
     if copied["content"] is None and "tool_calls" in copied and copied["role"] == "assistant":
         copied["content"] = ""
     if not isinstance(copied["content"], str):
-        raise InputError(f"the content of message {place} is {message['content']!r}; it must be a text")
+        raise InputError(f"the content of message {number} is {message['content']!r}; it must be a string")
     return copied
 
 
-def _names(template: str, role: str) -> bool:
-    """Whether it stands there in quotes, as what a message's role is compared with."""
+def _has_role(template: str, role: str) -> bool:
+    """Return whether the template has the role in quotes, as in a comparison with a message's role."""
     return bool(role) and re.search(rf"""(['"]){re.escape(role)}\1""", template) is not None
 
 
-def _joined(place: int, parts: list[Any]) -> str:
-    """OpenAI's clients send a text as a list of parts."""
+def _joined(number: int, parts: list[Any]) -> str:
+    """Join the parts of a text, as OpenAI's clients send them."""
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise InputError(f"the content of message {place} holds more than text, which this model does not read")
+        raise InputError(f"the content of message {number} has parts other than text, which are not supported")
     return "".join(part["text"] for part in parts)
 
 
 def _plain(value: Any) -> Any:
-    """Rebuilt from what JSON knows: a template is somebody else's program, and must not reach any other object."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value if type(value) in (bool, int, float, str, type(None)) else str(value)
+    """Copy into plain JSON types: a template is third-party code and must not reach any other object."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
     if isinstance(value, Mapping):
         return {str(name): _plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -106,20 +104,20 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _rendered(source: str, names: Mapping[str, object]) -> str:
-    template = _compiled(source)
+def _render(source: str, names: Mapping[str, object]) -> str:
+    template = _compile(source)
     from jinja2 import TemplateError
 
     try:
         return template.render(**names)
     except TemplateError as error:
-        raise InputError(f"the model's chat template refuses this chat: {_one_line(error)}") from error
-    except Exception as error:  # it is a program of whoever made the model, and may fail like any other
+        raise InputError(f"the model's chat template rejects this chat: {_one_line(error)}") from error
+    except Exception as error:  # third-party code may raise anything
         raise InputError(f"the model's chat template fails on this chat: {_one_line(error)}") from error
 
 
 @lru_cache(maxsize=16)
-def _compiled(source: str) -> Template:
+def _compile(source: str) -> Template:
     try:
         import jinja2
         from jinja2.ext import Extension, loopcontrols
@@ -127,8 +125,8 @@ def _compiled(source: str) -> Template:
     except ImportError as error:
         raise missing_package("jinja2", "a chat template", "generation") from error
 
-    class Answers(Extension):
-        """`{% generation %}` marks a model's own words for training; to whoever writes it is nothing."""
+    class GenerationTag(Extension):
+        """Ignores `{% generation %}`, which marks the answers of a model for training."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -137,7 +135,7 @@ def _compiled(source: str) -> Template:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Answers], autoescape=False
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag], autoescape=False
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
@@ -145,7 +143,7 @@ def _compiled(source: str) -> Template:
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
-        raise InputError(f"the model's chat template is not one: {_one_line(error)}") from error
+        raise InputError(f"the model's chat template is invalid: {_one_line(error)}") from error
 
 
 def _to_json(
@@ -155,7 +153,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes HTML."""
+    """Serialize without the HTML escapes of Jinja's filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

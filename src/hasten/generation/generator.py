@@ -1,4 +1,4 @@
-"""A model ready to write: tokenizer, decoder and the loop over it. What `hasten.load` returns for one."""
+"""Generate text in-process: tokenizer, decoder and scheduler. `hasten.load` returns a Generator."""
 
 from __future__ import annotations
 
@@ -7,35 +7,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hasten.backends import BACKENDS, Artifact, Decoder, Decodes, RunOptions
+from hasten.backends import BACKENDS, Artifact, Decoder, RunOptions, SupportsDecoding
 from hasten.bundle import Bundle
-from hasten.core.closing import Closing
 from hasten.core.errors import InputError, StageError, UnsupportedError
-from hasten.core.generation import GenerationSpec, Sampling
-from hasten.core.tokenizer import Tokenizer
+from hasten.core.generation_types import GenerationSpec, SamplingParams
+from hasten.core.system.closing import Closing
+from hasten.core.text.tokenizer import Tokenizer
 from hasten.generation.chat import is_chat, is_continued
-from hasten.generation.options import sampling_of
+from hasten.generation.options import sampling_params, whole_number
 from hasten.generation.prompts import Prompt, read_prompt
-from hasten.generation.purpose import WRITE, Purpose, purpose_of
-from hasten.generation.rows import Piece, Row
-from hasten.generation.writing import Writer
-from hasten.predictor import required, runnable, tell_other_machine
+from hasten.generation.scheduler import DecodeScheduler
+from hasten.generation.sequences import TextDelta, TextSequence
+from hasten.generation.task_presets import GENERATE, TaskPreset, task_preset_for
+from hasten.predictor import choose_artifact
 
-# Texts that are written together; more of them wait.
+# Sequences that are decoded together; others wait.
 SLOTS = 8
 
 
 class Generator(Closing):
-    """Call it with a prompt, a chat, or a list of either. Safe to share between threads: they write together."""
+    """Generates text when called with a prompt, a chat, or a list of either. Thread-safe: callers share a batch."""
 
-    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, decoder: Decoder, purpose: Purpose = WRITE) -> None:
+    def __init__(
+        self, spec: GenerationSpec, tokenizer: Tokenizer, decoder: Decoder, preset: TaskPreset = GENERATE
+    ) -> None:
         self.spec = spec
-        self.purpose = purpose
-        self._defaults = purpose.sampling(spec.defaults)
+        self.preset = preset
+        self._defaults = sampling_params(spec.defaults, preset.options)
         self.tokenizer = tokenizer
         self.decoder = decoder
-        # Whoever calls waits for all of its texts: the sooner all are begun, the sooner they share every step.
-        self._writer = Writer(decoder, spec, tokenizer, prompts_a_step=decoder.slots)
+        # A caller waits for all of its texts: the sooner all are prefilled, the sooner they share every step.
+        self._scheduler = DecodeScheduler(decoder, spec, tokenizer, prefills_per_step=decoder.slots)
         self._lock = threading.Lock()
 
     def __call__(
@@ -43,152 +45,147 @@ class Generator(Closing):
         prompts: object,
         *,
         stream: bool = False,
-        num_return: int = 1,
+        num_return_sequences: int = 1,
         return_full_text: bool | None = None,
-        **given: object,
+        **options: object,
     ) -> Any:
-        """Texts in the shape of transformers' pipelines: `[{"generated_text": …}]` for a prompt, a list of it for many.
+        """Return texts in the shape of transformers' pipelines: `[{"generated_text": …}]`, or a list of such.
 
-        Options are those of `Sampling`; without them the model's own. The full text is the prompt and what was written
-        after it, which is the default where the model goes on with a prompt. A stream gives pieces of one text, as
-        they are written, the prompt never among them.
+        Options are those of `SamplingParams` and default to the model's own. The full text includes the prompt, which
+        is the default of models that continue it. A stream yields the text deltas of one text, without the prompt.
         """
-        sampling = sampling_of(self._defaults, given)
+        sampling = sampling_params(self._defaults, options)
         if stream:
-            if num_return != 1:
-                raise InputError("a stream is one text", hint="num_return=1, or stream=False")
+            if num_return_sequences != 1:
+                raise InputError("a stream returns one text", hint="use num_return_sequences=1, or stream=False")
             return self.stream(prompts, sampling)
-        many = list(prompts) if isinstance(prompts, list | tuple) and not is_chat(prompts) else None
-        given_ones = [prompts] if many is None else many
-        read = [self._read(prompt) for prompt in given_ones]
+        several = list(prompts) if isinstance(prompts, list | tuple) and not is_chat(prompts) else None
+        parsed = [self._parse(prompt) for prompt in ([prompts] if several is None else several)]
         if return_full_text is None:
-            return_full_text = not self.spec.start_ids
-        texts = self.write(read, ways_of(sampling, num_return))
+            return_full_text = not self.spec.decoder_start_token_ids
+        texts = self.generate(parsed, params_per_sequence(sampling, num_return_sequences))
         answers = [
-            [{self.purpose.key: full_text(prompt.given, text) if return_full_text else text} for text in group]
-            for prompt, group in zip(read, texts, strict=True)
+            [{self.preset.key: full_text(prompt.source, text) if return_full_text else text} for text in group]
+            for prompt, group in zip(parsed, texts, strict=True)
         ]
-        return answers[0] if many is None else answers
+        return answers[0] if several is None else answers
 
-    def write(self, prompts: Sequence[Prompt], ways: Sequence[Sampling]) -> list[list[str]]:
-        """All texts of all prompts, each in every way, in as few steps as the slots allow."""
-        texts: list[list[list[str]]] = [[[] for _ in ways] for _ in prompts]
-        rows: list[Row] = []
-        for prompt, group in zip(prompts, texts, strict=True):
-            rows += [self._row(prompt, way, pieces) for way, pieces in zip(ways, group, strict=True)]
-        for row in rows:
-            self._writer.add(row)
+    def generate(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[list[str]]:
+        """Return a text of every prompt for each of the parameters, in as few decode steps as the slots allow."""
+        deltas: list[list[list[str]]] = [[[] for _ in params] for _ in prompts]
+        sequences: list[TextSequence] = []
+        for prompt, group in zip(prompts, deltas, strict=True):
+            sequences += [self._sequence(prompt, each, texts) for each, texts in zip(params, group, strict=True)]
+        for sequence in sequences:
+            self._scheduler.add(sequence)
         try:
-            for row in rows:
-                while not row.is_over:
+            for sequence in sequences:
+                while not sequence.is_over:
                     self._step()
-                _check_finished(row)
+                _check_finished(sequence)
         finally:
-            self._forget(rows)
-        return [["".join(pieces) for pieces in group] for group in texts]
+            self._cancel_unfinished(sequences)
+        return [["".join(texts) for texts in group] for group in deltas]
 
-    def stream(self, prompt: object, sampling: Sampling) -> Iterator[str]:
-        """Its pieces as they come; whoever stops asking for more frees the slot."""
-        pieces: list[str] = []
-        # Here, not when the first piece is asked for: what is wrong with a prompt is said at once.
-        row = self._row(self._read(prompt), sampling, pieces)
-        return self._pieces(row, pieces)
+    def stream(self, prompt: object, sampling: SamplingParams) -> Iterator[str]:
+        """Yield the text deltas of one prompt; closing the iterator frees the slot."""
+        deltas: list[str] = []
+        # Here, not in the iterator: an invalid prompt raises at once.
+        return self._deltas(self._sequence(self._parse(prompt), sampling, deltas), deltas)
 
-    def _read(self, prompt: object) -> Prompt:
-        given = self.purpose.prefix + prompt if isinstance(prompt, str) else prompt
-        return read_prompt(given, self.spec, self.tokenizer)
+    def _parse(self, prompt: object) -> Prompt:
+        source = self.preset.prefix + prompt if isinstance(prompt, str) else prompt
+        return read_prompt(source, self.spec, self.tokenizer)
 
-    def _pieces(self, row: Row, pieces: list[str]) -> Iterator[str]:
-        told = 0
-        self._writer.add(row)
+    def _deltas(self, sequence: TextSequence, deltas: list[str]) -> Iterator[str]:
+        yielded = 0
+        self._scheduler.add(sequence)
         try:
-            while told < len(pieces) or not row.is_over:
-                if told == len(pieces):
+            while yielded < len(deltas) or not sequence.is_over:
+                if yielded == len(deltas):
                     self._step()
                     continue
-                yield pieces[told]
-                told += 1
-            _check_finished(row)
+                yield deltas[yielded]
+                yielded += 1
+            _check_finished(sequence)
         finally:
-            self._forget([row])
+            self._cancel_unfinished([sequence])
 
-    def _row(self, prompt: Prompt, sampling: Sampling, pieces: list[str]) -> Row:
-        def told(piece: Piece) -> None:
-            if piece.text:
-                pieces.append(piece.text)
+    def _sequence(self, prompt: Prompt, sampling: SamplingParams, deltas: list[str]) -> TextSequence:
+        def on_text(delta: TextDelta) -> None:
+            if delta.text:
+                deltas.append(delta.text)
 
-        return self._writer.row(prompt.ids, sampling, told, continues=prompt.continues)
+        return self._scheduler.row(prompt.ids, sampling, on_text, continues=prompt.continues)
 
     def _step(self) -> None:
         with self._lock:
             try:
-                self._writer.step()
+                self._scheduler.step()
             except BaseException:
-                # Of what was half done nobody knows what is in its slot.
-                self._writer.clear()
+                # After an interrupted step the content of the slots is unknown.
+                self._scheduler.clear()
                 raise
 
-    def _forget(self, rows: Sequence[Row]) -> None:
-        """Free the slots of those that are not finished."""
-        if all(row.finish is not None for row in rows):
-            return
-        for row in rows:
-            row.cancel()
-        with self._lock:
-            self._writer.free()
+    def _cancel_unfinished(self, sequences: Sequence[TextSequence]) -> None:
+        if any(sequence.finish is None for sequence in sequences):
+            for sequence in sequences:
+                sequence.cancel()
+            with self._lock:
+                self._scheduler.free()
 
     def close(self) -> None:
         self.decoder.close()
 
 
 def open_generator(bundle: Bundle, variant: str | None, options: RunOptions, task: str = "") -> Generator:
-    """For a task of its own, such as summarization, or just to write."""
-    artifact = required(bundle, bundle.entry(variant)) if variant else runnable(bundle)
-    tell_other_machine(bundle, artifact)
-    return generator_of(bundle, artifact, options, task)
+    """Open a variant for a task preset such as summarization, or for plain generation."""
+    return generator_of(bundle, choose_artifact(bundle, variant), options, task)
 
 
 def generator_of(bundle: Bundle, artifact: Artifact, options: RunOptions, task: str = "") -> Generator:
+    """Open a generator on a variant that is known to run here."""
     spec = bundle.manifest.generation
     if spec is None:
-        raise UnsupportedError(f"{bundle.path} holds a model for {bundle.manifest.task.name}, which writes nothing")
-    return Generator(spec, bundle.tokenizer(), open_decoder(artifact, options, SLOTS), purpose_of(task, bundle))
+        task_name = bundle.manifest.task.name
+        raise UnsupportedError(f"{bundle.path} holds a model for {task_name}, which does not generate text")
+    return Generator(spec, bundle.tokenizer(), open_decoder(artifact, options, SLOTS), task_preset_for(task, bundle))
 
 
 def open_decoder(artifact: Artifact, options: RunOptions, slots: int) -> Decoder:
+    """Open the decoder of a variant, with this many slots."""
     backend = BACKENDS.get(artifact.variant.backend)
-    if not isinstance(backend, Decodes):
-        raise UnsupportedError(f"the backend '{artifact.variant.backend}' runs no models that write")
+    if not isinstance(backend, SupportsDecoding):
+        raise UnsupportedError(f"the backend '{artifact.variant.backend}' does not support text generation")
     return backend.open_decoder(artifact, options, slots)
 
 
-def _check_finished(row: Row) -> None:
-    if row.finish is None:
-        raise StageError("the text was given up: the decoder failed on it in a step of another thread's")
+def _check_finished(sequence: TextSequence) -> None:
+    if sequence.finish is None:
+        raise StageError("the text was not finished: the decoder failed in a step of another thread")
 
 
-def ways_of(sampling: Sampling, num_return: int) -> list[Sampling]:
-    """As many different texts of one prompt as were asked for."""
-    if isinstance(num_return, bool) or not isinstance(num_return, int) or num_return < 1:
-        raise InputError(f"num_return is {num_return!r}; it must be a whole number, at least 1")
-    if num_return > 1 and sampling.temperature == 0:
+def params_per_sequence(sampling: SamplingParams, num_return_sequences: int) -> list[SamplingParams]:
+    """Return the parameters of each of several texts of one prompt: a seed is increased from text to text."""
+    whole_number(1)("num_return_sequences", num_return_sequences)
+    if num_return_sequences > 1 and sampling.temperature == 0:
         raise InputError(
-            f"{num_return} texts of the likeliest tokens would all be the same", hint="a temperature above 0"
+            f"{num_return_sequences} texts of greedy decoding would all be the same", hint="use a temperature above 0"
         )
     if sampling.seed is None:
-        return [sampling] * num_return
-    return [replace(sampling, seed=sampling.seed + place) for place in range(num_return)]
+        return [sampling] * num_return_sequences
+    return [replace(sampling, seed=sampling.seed + index) for index in range(num_return_sequences)]
 
 
-def full_text(given: Any, text: str) -> Any:
-    """The prompt and what was written after it, as transformers' pipelines put them together."""
-    if isinstance(given, str):
-        return given + text
-    if not is_chat(given):
+def full_text(prompt: Any, text: str) -> Any:
+    """Return the prompt followed by the generated text, joined as in transformers' pipelines."""
+    if isinstance(prompt, str):
+        return prompt + text
+    if not is_chat(prompt):
         return text
-    messages: list[Mapping[str, Any]] = list(given)
+    messages: list[Mapping[str, Any]] = list(prompt)
     if is_continued(messages):
         content = messages[-1]["content"]
-        more = text if isinstance(content, str) else [{"type": "text", "text": text}]
-        return [*messages[:-1], {**messages[-1], "content": content + more}]
+        addition = text if isinstance(content, str) else [{"type": "text", "text": text}]
+        return [*messages[:-1], {**messages[-1], "content": content + addition}]
     return [*messages, {"role": "assistant", "content": text}]

@@ -1,4 +1,4 @@
-"""What a caller asks for, checked: keyword arguments, flags and JSON come through here."""
+"""Check generation options: keyword arguments, command line flags and JSON fields."""
 
 from __future__ import annotations
 
@@ -7,64 +7,68 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 
 from hasten.core.errors import InputError
-from hasten.core.generation import Sampling
+from hasten.core.generation_types import SamplingParams
 from hasten.core.registry import did_you_mean
 
-NAMES = tuple(field.name for field in fields(Sampling))
+NAMES = tuple(field.name for field in fields(SamplingParams))
 
-# What transformers calls them.
+# The names of other libraries for our options.
 _OTHER_NAMES = {
     "max_new_tokens": "max_tokens",
     "max_length": "max_tokens",
     "min_new_tokens": "min_tokens",
     "min_length": "min_tokens",
-    "num_beams": "beams",
     "stop_strings": "stop",
     "do_sample": "temperature",
 }
 
 
-def sampling_of(defaults: Sampling, given: Mapping[str, object]) -> Sampling:
-    """The model's own way to write, changed by what was given; None leaves it as it is."""
-    asked = {name: value for name, value in given.items() if value is not None}
-    for name in asked:
+def sampling_params(defaults: SamplingParams, options: Mapping[str, object]) -> SamplingParams:
+    """Return the defaults of the model, changed by these options; None leaves the default."""
+    changed = {}
+    for name, value in options.items():
+        if value is None:
+            continue
         if name not in NAMES:
-            meant = f"here it is {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else f"there are: {', '.join(NAMES)}"
-            raise InputError(f"there is no option '{name}'{did_you_mean(name, NAMES)}", hint=meant)
-    changed = {name: _CHECKS[name](name, value) for name, value in asked.items()}
-    # One of the two excludes the other: what is asked for comes before the model's own way.
-    if changed.get("beams", 1) != 1:
+            hint = f"use {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else f"known: {', '.join(NAMES)}"
+            raise InputError(f"unknown option '{name}'{did_you_mean(name, NAMES)}", hint=hint)
+        changed[name] = _CHECKS[name](name, value)
+    # Beam search and sampling exclude each other: an explicit option overrides the default of the model.
+    if changed.get("num_beams", 1) != 1:
         changed.setdefault("temperature", 0.0)
     elif changed.get("temperature", defaults.temperature) != 0:
-        changed.setdefault("beams", 1)
+        changed.setdefault("num_beams", 1)
     sampling = replace(defaults, **changed)  # type: ignore[arg-type]
-    if sampling.beams > 1 and sampling.temperature > 0:
+    if sampling.num_beams > 1 and sampling.temperature > 0:
         raise InputError(
-            f"{sampling.beams} beams look for the likeliest text, and temperature {sampling.temperature:g} draws one",
-            hint="beams with temperature 0, or one beam",
+            f"{sampling.num_beams} beams with temperature {sampling.temperature:g} are not supported: beam search does"
+            " not sample",
+            hint="use temperature 0, or num_beams=1",
         )
     return sampling
 
 
-def _whole(least: int) -> Callable[[str, object], int]:
+def whole_number(minimum: int) -> Callable[[str, object], int]:
+    """Return a check that an option is a whole number, at least `minimum`."""
+
     def check(name: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"{name} is {value!r}; it must be a whole number, at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise InputError(f"{name} is {value!r}; it must be a whole number, at least {minimum}")
         return value
 
     return check
 
 
-def _number(allowed: Callable[[float], bool], words: str) -> Callable[[str, object], float]:
+def _number(is_allowed: Callable[[float], bool], requirement: str) -> Callable[[str, object], float]:
     def check(name: str, value: object) -> float:
         number = math.nan
         if isinstance(value, int | float) and not isinstance(value, bool):
             try:
                 number = float(value)
-            except OverflowError:  # a whole number may have any number of digits
+            except OverflowError:  # an int may have any number of digits
                 number = math.inf
-        if not math.isfinite(number) or not allowed(number):
-            raise InputError(f"{name} is {value!r:.80}; it must be {words}")
+        if not math.isfinite(number) or not is_allowed(number):
+            raise InputError(f"{name} is {value!r:.80}; it must be {requirement}")
         return number
 
     return check
@@ -79,11 +83,11 @@ def _stops(name: str, value: object) -> tuple[str, ...]:
 
 def _words(name: str, value: object) -> tuple[tuple[int, ...], ...]:
     words = value if isinstance(value, list | tuple) else None
-    is_fit = words is not None and all(
+    is_valid = words is not None and all(
         isinstance(word, list | tuple) and word and all(type(token) is int and token >= 0 for token in word)
         for word in words
     )
-    if words is None or not is_fit:
+    if words is None or not is_valid:
         raise InputError(f"{name} is {value!r}; it must be a list of lists of token ids, none of them empty")
     return tuple(tuple(word) for word in words)
 
@@ -95,19 +99,19 @@ def _flag(name: str, value: object) -> bool:
 
 
 _CHECKS: dict[str, Callable[[str, object], object]] = {
-    "max_tokens": _whole(1),
+    "max_tokens": whole_number(1),
     "temperature": _number(lambda value: value >= 0, "a number, 0 or more"),
-    "top_k": _whole(0),
+    "top_k": whole_number(0),
     "top_p": _number(lambda value: 0 <= value <= 1, "a number from 0 to 1"),
     "min_p": _number(lambda value: 0 <= value <= 1, "a number from 0 to 1"),
     "repetition_penalty": _number(lambda value: value > 0, "a number above 0"),
-    "no_repeat_ngram_size": _whole(0),
+    "no_repeat_ngram_size": whole_number(0),
     "bad_words_ids": _words,
-    "min_tokens": _whole(0),
-    "seed": _whole(0),
+    "min_tokens": whole_number(0),
+    "seed": whole_number(0),
     "stop": _stops,
-    "beams": _whole(1),
-    # Lengths to the power of more are no numbers any more.
+    "num_beams": whole_number(1),
+    # Larger powers of a length overflow.
     "length_penalty": _number(lambda value: abs(value) <= 20, "a number from -20 to 20"),
     "early_stopping": _flag,
 }

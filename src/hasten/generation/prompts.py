@@ -1,4 +1,4 @@
-"""What a caller gives to go on from, as tokens: a text, a chat, or tokens."""
+"""Convert prompts to tokens: a text, a chat, or token ids."""
 
 from __future__ import annotations
 
@@ -7,54 +7,59 @@ from dataclasses import dataclass
 from typing import Any
 
 from hasten.core.errors import InputError
-from hasten.core.generation import GenerationSpec
-from hasten.core.tokenizer import Tokenizer
+from hasten.core.generation_types import GenerationSpec
+from hasten.core.text.input_checks import check_text
+from hasten.core.text.tokenizer import Tokenizer
 from hasten.generation.chat import is_chat, is_continued, render
-from hasten.tasks import checked_text
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    given: Any
+    """A prompt as the caller passed it, and its tokens."""
+
+    source: Any
     ids: list[int]
-    # Whether the answer's first word follows the prompt's last one; a chat's answer begins anew.
+    # Whether the answer continues the last word of the prompt; the answer of a chat begins anew.
     continues: bool
 
     @property
     def is_chat(self) -> bool:
-        return is_chat(self.given)
+        """Return whether the prompt is a chat."""
+        return is_chat(self.source)
 
 
-def read_prompt(given: object, spec: GenerationSpec, tokenizer: Tokenizer) -> Prompt:
-    reads_apart = bool(spec.start_ids)
-    if is_chat(given):
-        text = checked_text(render(spec, given), "the chat", may_be_empty=True)
+def read_prompt(source: object, spec: GenerationSpec, tokenizer: Tokenizer) -> Prompt:
+    """Check a prompt and encode it."""
+    has_encoder = bool(spec.decoder_start_token_ids)
+    if is_chat(source):
+        text = check_text(render(spec, source), "the chat", may_be_empty=True)
         ids = tokenizer.encode_whole([text])[0].ids
-        return Prompt(given, ids, not reads_apart and is_continued(given))
-    if isinstance(given, list | tuple) and given and all(type(token) is int for token in given):
-        check_tokens(given, spec)
-        return Prompt(given, list(given), not reads_apart)
-    if not isinstance(given, str):
+        return Prompt(source, ids, not has_encoder and is_continued(source))
+    if isinstance(source, list | tuple) and source and all(type(token) is int for token in source):
+        check_tokens(source, spec)
+        return Prompt(source, list(source), not has_encoder)
+    if not isinstance(source, str):
         raise InputError(
-            f"the prompt is {given!r:.80}; it must be a text or a chat",
+            f"the prompt is {source!r:.80}; it must be a text or a chat",
             hint='"once upon a time", or [{"role": "user", "content": "…"}]',
         )
-    text = checked_text(given, "the prompt", may_be_empty=True)
-    return Prompt(given, _tokens(text, spec, tokenizer), not reads_apart)
+    text = check_text(source, "the prompt", may_be_empty=True)
+    return Prompt(source, _encode(text, spec, tokenizer), not has_encoder)
 
 
 def check_tokens(ids: Iterable[int], spec: GenerationSpec) -> None:
+    """Raise InputError for a token outside the vocabulary."""
     for token in ids:
-        if not 0 <= token < spec.vocabulary:
-            raise InputError(f"there is no token {token}: the model knows {spec.vocabulary}")
+        if not 0 <= token < spec.vocab_size:
+            raise InputError(f"there is no token {token}: the model knows {spec.vocab_size}")
 
 
-def _tokens(text: str, spec: GenerationSpec, tokenizer: Tokenizer) -> list[int]:
+def _encode(text: str, spec: GenerationSpec, tokenizer: Tokenizer) -> list[int]:
     encoding = tokenizer.encode_whole([text])[0]
     length, limit = len(encoding) + tokenizer.special_tokens(is_pair=False), tokenizer.spec.max_length
     if length > limit:
         raise InputError(f"the prompt has {length} tokens, and the model reads up to {limit}")
     ids = tokenizer.join(encoding).ids
-    # As transformers does: what begins every text begins one of which nothing is given.
-    begins = tokenizer.id_of(spec.special_tokens.get("bos_token", ""))
-    return [begins] if not ids and begins is not None else ids
+    # As in transformers, an empty prompt becomes the beginning-of-sequence token.
+    bos_token_id = tokenizer.id_of(spec.special_tokens.get("bos_token", ""))
+    return [bos_token_id] if not ids and bos_token_id is not None else ids

@@ -1,6 +1,6 @@
-"""From logits to the next token, as transformers' logits warpers define it and in their order.
+"""Choose the next token from logits, by the definitions and in the order of transformers' logits warpers.
 
-Row by row: one row is a whole vocabulary already, and rows ask for different things.
+Sequences are handled one by one: each is a whole vocabulary wide, and their parameters differ.
 """
 
 from __future__ import annotations
@@ -9,85 +9,86 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from hasten.core.generation import Sampling
+from hasten.core.generation_types import SamplingParams
 from hasten.core.tensors import FloatArray, IntArray
-from hasten.generation.rules import Rules, single
+from hasten.generation.logits import LogitsProcessor, finite_factor
 
-# So many of the likeliest nearly always hold the share that top-p asks for: sorting a vocabulary takes longer than
-# all else here.
+# This many of the most likely tokens nearly always hold the share of top-p: sorting a whole vocabulary would take
+# longer than everything else here.
 _HEAD = 256
-# Values whose maximum or sum is taken together, so that only few of a vocabulary are looked at one by one.
-_RUN = 64
+# Values whose maximum or sum is computed together, so that only a few of a vocabulary are examined one by one.
+_CHUNK = 64
 
 
-class Chooser:
-    """Chooses one row's tokens. It has a generator of its own: its choices do not depend on who else is written for."""
+class Sampler:
+    """Chooses the tokens of one sequence. It has its own random generator: other sequences do not affect it."""
 
-    def __init__(self, sampling: Sampling, before: Sequence[int], end_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self, sampling: SamplingParams, prompt_ids: Sequence[int], eos_token_ids: Collection[int] = ()
+    ) -> None:
         self.sampling = sampling
-        self._rules = Rules(sampling, before, end_ids)
-        self._written: list[int] = []
+        self._process_logits = LogitsProcessor(sampling, prompt_ids, eos_token_ids)
+        self._generated: list[int] = []
         self._random = np.random.default_rng(sampling.seed)
 
     def __call__(self, logits: FloatArray) -> int:
-        chosen = self._chosen(self._rules(logits, self._written))
-        self._written.append(chosen)
-        return chosen
-
-    def _chosen(self, logits: FloatArray) -> int:
+        processed = self._process_logits(logits, self._generated)
         if self.sampling.temperature == 0:
-            return int(np.argmax(logits))
-        ids, weights = candidates(logits, self.sampling)
-        return int(ids[_drawn(weights, self._random.random())])
+            token = int(np.argmax(processed))
+        else:
+            ids, weights = candidates(processed, self.sampling)
+            token = int(ids[_draw(weights, self._random.random())])
+        self._generated.append(token)
+        return token
 
 
-def _drawn(weights: FloatArray, share: float) -> int:
-    """The place where, added up, they reach this share of all. Runs first: one sum after the other is slow."""
-    runs = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _RUN), dtype=np.float64))
-    reached = share * runs[-1]
-    run = min(int(np.searchsorted(runs, reached, side="right")), len(runs) - 1)
-    inside = np.cumsum(weights[run * _RUN : (run + 1) * _RUN], dtype=np.float64)
-    place = int(np.searchsorted(inside, reached - (runs[run - 1] if run else 0), side="right"))
-    return run * _RUN + min(place, len(inside) - 1)
+def _draw(weights: FloatArray, share: float) -> int:
+    """Return the index at which the cumulative weights reach this share; by chunks, since a full sum is slow."""
+    sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _CHUNK), dtype=np.float64))
+    target = share * sums[-1]
+    chunk = min(int(np.searchsorted(sums, target, side="right")), len(sums) - 1)
+    inside = np.cumsum(weights[chunk * _CHUNK : (chunk + 1) * _CHUNK], dtype=np.float64)
+    index = int(np.searchsorted(inside, target - (sums[chunk - 1] if chunk else 0), side="right"))
+    return chunk * _CHUNK + min(index, len(inside) - 1)
 
 
-def candidates(logits: FloatArray, sampling: Sampling) -> tuple[IntArray, FloatArray]:
-    """The tokens that may come next, each with a weight in proportion to its probability."""
+def candidates(logits: FloatArray, sampling: SamplingParams) -> tuple[IntArray, FloatArray]:
+    """Return the tokens to sample from, each with a weight in proportion to its probability."""
     ids: IntArray = np.arange(len(logits))
-    kept_logits = logits
+    top_logits = logits
     if 0 < sampling.top_k < len(logits):
         ids = largest(logits, sampling.top_k)
-        kept_logits = logits[ids]
-    weights = np.exp((kept_logits - logits.max()) / single(sampling.temperature))
+        top_logits = logits[ids]
+    weights = np.exp((top_logits - logits.max()) / finite_factor(sampling.temperature))
     if sampling.top_p < 1:
-        kept = _nucleus(weights, sampling.top_p)
-        ids, weights = ids[kept], weights[kept]
+        nucleus = _nucleus(weights, sampling.top_p)
+        ids, weights = ids[nucleus], weights[nucleus]
     if sampling.min_p > 0:
-        likely = weights >= sampling.min_p * weights.max()
-        ids, weights = ids[likely], weights[likely]
+        is_likely = weights >= sampling.min_p * weights.max()
+        ids, weights = ids[is_likely], weights[is_likely]
     return ids, weights
 
 
 def largest(values: FloatArray, count: int) -> IntArray:
-    """Places of so many of the largest, and of those that tie with the last of them, as transformers keeps them."""
-    places: IntArray = np.arange(len(values))
-    runs = len(values) // _RUN
-    if runs >= count:
-        # So many runs have a maximum of at least this, so many values then do: looking through those few is all.
-        maxima = values[: runs * _RUN].reshape(runs, _RUN).max(axis=1)
-        places = np.flatnonzero(values >= np.partition(maxima, runs - count)[runs - count])
-    among = values[places]
-    kept: IntArray = places[among >= np.partition(among, len(among) - count)[len(among) - count]]
-    return kept
+    """Return the indices of the `count` largest values, and of those that tie with the last, as transformers does."""
+    indices: IntArray = np.arange(len(values))
+    chunks = len(values) // _CHUNK
+    if chunks >= count:
+        # `count` chunks have a maximum of at least this, so `count` values do: only those values need a closer look.
+        maxima = values[: chunks * _CHUNK].reshape(chunks, _CHUNK).max(axis=1)
+        indices = np.flatnonzero(values >= np.partition(maxima, chunks - count)[chunks - count])
+    remaining = values[indices]
+    top: IntArray = indices[remaining >= np.partition(remaining, len(remaining) - count)[len(remaining) - count]]
+    return top
 
 
 def _nucleus(weights: FloatArray, share: float) -> IntArray:
-    """Places of the likeliest that together have this share, and at least one."""
-    needed = share * weights.sum(dtype=np.float64)
+    """Return the indices of the most likely tokens that together have this share, at least one."""
+    target = share * weights.sum(dtype=np.float64)
     head = largest(weights, _HEAD) if len(weights) > _HEAD else np.arange(len(weights))
-    if weights[head].sum(dtype=np.float64) < needed:
+    if weights[head].sum(dtype=np.float64) < target:
         head = np.arange(len(weights))
     order = head[np.argsort(-weights[head], kind="stable")]
     sums = np.cumsum(weights[order], dtype=np.float64)
-    count = int(np.searchsorted(sums, needed)) + 1
+    count = int(np.searchsorted(sums, target)) + 1
     return order[:count]

@@ -1,8 +1,8 @@
-"""Kernels in the Triton language for packed batches: tokens of all sequences end to end, no padding anywhere.
+"""Triton kernels for packed batches: the tokens of all sequences end to end, without padding.
 
-One op a file, beside the plain PyTorch that says what it computes. Triton and PyTorch are imported with them, so that
-only who computes on a GPU loads these files; with `TRITON_INTERPRET=1` they run on the CPU, slowly, for tests.
+Each op has its own file, beside a plain PyTorch reference. Triton and PyTorch are imported with them, so only code that
+computes on a GPU loads these modules; with `TRITON_INTERPRET=1` they run on the CPU, slowly, for tests.
 
-Two ways lead through a layer (`encoder.py`). Many tokens: the products are cuBLAS's, and what stands between them is
-ours. Few tokens: four kernels a layer, each of which has loaded its weights before the one in front of it is done.
+A layer has two implementations (`encoder.py`). Large batches use cuBLAS for the GEMMs and our kernels between them.
+Small batches use four fused kernels per layer, each of which loads its weights while the previous one is running.
 """

@@ -1,7 +1,7 @@
-"""A whole encoder in BERT's order, over packed tokens: two ways through it, one for many tokens and one for few.
+"""A BERT-style (post-norm) encoder over packed tokens, with one implementation for small and one for large batches.
 
-A product whose weight is of eight bits takes eight bits where tokens are many; whoever computes its input writes that
-in both forms, or in that one alone. Where they are few, only the weights are narrow: reading them is what takes time.
+Large batches multiply 8-bit activations with 8-bit weights: the kernel that computes an activation also writes it
+quantized, or only quantized. Small batches are limited by reading weights, so only the weights are 8-bit there.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from typing import Any
 
 import torch
 
-from hasten.kernels.activation import TANH, gelu_
-from hasten.kernels.attend import attend
-from hasten.kernels.attention import LONE, attention, cut_for
-from hasten.kernels.contract import contract
-from hasten.kernels.embed import embed
-from hasten.kernels.expand import expand
-from hasten.kernels.norm import layer_norm, layer_norms
-from hasten.kernels.products import Product, Products
-from hasten.kernels.roads import Roads
-from hasten.kernels.squeeze import Squeeze, squeeze
+from hasten.kernels.gemm.cublaslt import CublasLtGemms, GemmOperands, GemmShape
+from hasten.kernels.gemm.dispatch import GemmDispatch
+from hasten.kernels.ops.activation import TANH, activate
+from hasten.kernels.ops.attention import SINGLE_ROW_TILE_CONFIG, attention, tile_config_for
+from hasten.kernels.ops.attention_out_proj import attention_out_proj
+from hasten.kernels.ops.embed import embed
+from hasten.kernels.ops.linear_accumulate import linear_accumulate
+from hasten.kernels.ops.norm import layer_norm
+from hasten.kernels.ops.norm_linear import norm_linear
+from hasten.kernels.ops.quantize import ActivationQuant
+from hasten.kernels.ops.small_batch import Tile
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What is not a tensor."""
+    """The hyperparameters of an encoder."""
 
     layers: int
     width: int
@@ -34,75 +35,68 @@ class Geometry:
     inner: int
     eps: float
     activation: str
-    # RoBERTa counts places from behind its padding token.
-    first_place: int = 0
-    # Whether all layers are the same one, as ALBERT's.
+    # RoBERTa numbers positions from behind its padding token's id.
+    position_offset: int = 0
+    # Whether all layers share their weights, as in ALBERT.
     is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """A batch on the device: of each token its word, its place and its kind; and how tokens make sequences."""
+class PackedBatch:
+    """A padding-free batch on the device: id, position and token type per token, and the bounds of the sequences."""
 
     ids: Any
-    places: Any
-    kinds: Any
-    # Of each token the sequence, none twice; past the end −1.
+    positions: Any
+    token_types: Any
+    # The sequence of each token; −1 past the end.
     sequence: Any
-    # Of each sequence the first token, and behind the last one the end.
+    # The first token of each sequence, then the end of the last one.
     starts: Any
-    # From `attention.tiles`, by `attention.cut_for`.
+    # From `attention.query_tiles`, for `attention.tile_config_for`.
     tiles: Any
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """How a kernel for few tokens is cut into programs, and the warps of each."""
+class LayerTiles:
+    """The tiles of the four small-batch kernels of a layer."""
 
-    rows: int
-    columns: int
-    warps: int
-    # Of a product whose depth is cut too.
-    depth: int = 1
+    qkv: Tile
+    attention: Tile
+    up: Tile
+    down: Tile
 
-
-@dataclass(frozen=True, slots=True)
-class _Steps:
-    qkv: _Cut
-    attend: _Cut
-    up: _Cut
-    down: _Cut
-
-    def fits(self, shape: Geometry, shared_bytes: int | None) -> bool:
-        """Whether a model's sides can be cut so, and what a program holds of them fits into a GPU's shared memory."""
-        size = shape.width // shape.heads
-        divides = 3 * shape.width % self.qkv.columns == shape.inner % self.up.columns == 0
-        cuts = shape.width % self.down.columns == shape.inner % self.down.depth == 0
-        block = 1 << (shape.width - 1).bit_length()
-        held = [(block, self.qkv), (block, self.up), (self.down.depth, self.down)]
-        most = max(2 * depth * (cut.rows + cut.columns) for depth, cut in held)
-        is_small = shared_bytes is None or most <= shared_bytes
-        return divides and cuts and is_small and size & (size - 1) == 0 and size >= 16 and shape.width <= 1024
+    def fits(self, geometry: Geometry, shared_bytes: int | None) -> bool:
+        """Return whether the tiles divide the model's sizes and fit into the GPU's shared memory."""
+        head_size = geometry.width // geometry.heads
+        divide_columns = 3 * geometry.width % self.qkv.columns == geometry.inner % self.up.columns == 0
+        divide_down = geometry.width % self.down.columns == geometry.inner % self.down.depth == 0
+        block = 1 << (geometry.width - 1).bit_length()
+        loaded = [(block, self.qkv), (block, self.up), (self.down.depth, self.down)]
+        needed_bytes = max(2 * depth * (tile.rows + tile.columns) for depth, tile in loaded)
+        fits_memory = shared_bytes is None or needed_bytes <= shared_bytes
+        is_supported = head_size & (head_size - 1) == 0 and head_size >= 16 and geometry.width <= 1024
+        return divide_columns and divide_down and fits_memory and is_supported
 
 
-# By the most tokens they are for; found by measuring on an H200, narrow with MiniLM-L6 and wide with RoBERTa-base.
+# Keyed by the largest number of tokens they serve; measured on an H200, narrow with MiniLM-L6, wide with RoBERTa-base.
 _NARROW = {
-    16: _Steps(_Cut(16, 64, 8), _Cut(16, 64, 4), _Cut(16, 16, 4), _Cut(16, 32, 4, 64)),
-    32: _Steps(_Cut(16, 128, 4), _Cut(16, 128, 4), _Cut(16, 128, 8), _Cut(32, 32, 8, 128)),
-    64: _Steps(_Cut(16, 128, 8), _Cut(64, 64, 4), _Cut(16, 128, 8), _Cut(64, 64, 8, 128)),
-    128: _Steps(_Cut(16, 128, 4), _Cut(64, 64, 4), _Cut(16, 128, 8), _Cut(64, 128, 8, 256)),
+    16: LayerTiles(Tile(16, 64, 8), Tile(16, 64, 4), Tile(16, 16, 4), Tile(16, 32, 4, 64)),
+    32: LayerTiles(Tile(16, 128, 4), Tile(16, 128, 4), Tile(16, 128, 8), Tile(32, 32, 8, 128)),
+    64: LayerTiles(Tile(16, 128, 8), Tile(64, 64, 4), Tile(16, 128, 8), Tile(64, 64, 8, 128)),
+    128: LayerTiles(Tile(16, 128, 4), Tile(64, 64, 4), Tile(16, 128, 8), Tile(64, 128, 8, 256)),
 }
 _WIDE = {
-    16: _Steps(_Cut(16, 64, 8), _Cut(16, 128, 4), _Cut(16, 64, 4), _Cut(16, 64, 4, 256)),
-    32: _Steps(_Cut(16, 64, 8), _Cut(16, 128, 4), _Cut(16, 64, 4), _Cut(16, 32, 4, 512)),
-    64: _Steps(_Cut(32, 64, 8), _Cut(16, 256, 4), _Cut(32, 64, 8), _Cut(64, 64, 8, 512)),
+    16: LayerTiles(Tile(16, 64, 8), Tile(16, 128, 4), Tile(16, 64, 4), Tile(16, 64, 4, 256)),
+    32: LayerTiles(Tile(16, 64, 8), Tile(16, 128, 4), Tile(16, 64, 4), Tile(16, 32, 4, 512)),
+    64: LayerTiles(Tile(32, 64, 8), Tile(16, 256, 4), Tile(32, 64, 8), Tile(64, 64, 8, 512)),
 }
 
 
 class Encoder:
-    """Its weights, on the device they compute on; `is_dependent` where kernels may overlap (Hopper and newer).
+    """An encoder with its weights on the device.
 
-    `shared_bytes` is what a program may hold there.
+    `use_pdl` lets kernels overlap (Hopper and newer), `cublaslt` is needed on a GPU, and `shared_bytes` is the shared
+    memory that one program may use there.
     """
 
     def __init__(
@@ -110,168 +104,173 @@ class Encoder:
         geometry: Geometry,
         weights: Mapping[str, Any],
         *,
-        is_dependent: bool = False,
-        products: Products | None = None,
+        use_pdl: bool = False,
+        cublaslt: CublasLtGemms | None = None,
         shared_bytes: int | None = None,
     ) -> None:
         self.geometry = geometry
         self._weights = weights
-        self.is_dependent = is_dependent
-        self.products = products
-        self._squeezes = {
-            name.removesuffix(".factors"): Squeeze(factors, weights[f"{name.removesuffix('.factors')}.weight"].dtype)
-            for name, factors in weights.items()
-            if name.endswith(".factors")
+        # The index of each layer's weights; layers that share weights use those of layer 0.
+        self._layers = [0] * geometry.layers if geometry.is_shared else range(geometry.layers)
+        self.use_pdl = use_pdl
+        self.cublaslt = cublaslt
+        suffix = ".inverse_scales"
+        quantized = [name.removesuffix(suffix) for name in weights if name.endswith(suffix)]
+        self._quants = {
+            name: ActivationQuant(weights[f"{name}{suffix}"], weights[f"{name}.weight"].dtype) for name in quantized
         }
-        self.roads = Roads(geometry.activation, weights["words"].dtype if weights else None, products)
+        dtype = weights["word_embeddings"].dtype if weights else None
+        self.gemm_dispatch = GemmDispatch(geometry.activation, dtype, cublaslt)
         table = _NARROW if geometry.width < 512 else _WIDE
-        is_able = "project.weight" not in weights
-        fitting = {most: steps for most, steps in table.items() if is_able and steps.fits(geometry, shared_bytes)}
-        self._steps = fitting
-        # Up to how many tokens there are kernels for few, and up to how many they win.
-        self.most_few = self.few_tokens = max(self._steps, default=0)
+        has_small_kernels = "embedding_projection.weight" not in weights
+        self._layer_tiles = {
+            max_tokens: tiles
+            for max_tokens, tiles in table.items()
+            if has_small_kernels and tiles.fits(geometry, shared_bytes)
+        }
+        # The largest batch the small-batch kernels support, and the largest for which they are used (see tuning).
+        self.small_batch_limit = self.small_batch_max_tokens = max(self._layer_tiles, default=0)
 
-    def __call__(self, batch: Packed) -> Any:
-        return self.few(batch) if batch.ids.shape[0] <= self.few_tokens else self.many(batch)
+    def __call__(self, batch: PackedBatch) -> Any:
+        is_small = batch.ids.shape[0] <= self.small_batch_max_tokens
+        return self.small_batch(batch) if is_small else self.large_batch(batch)
 
-    def few(self, batch: Packed) -> Any:
-        """The hidden states of few tokens: four kernels a layer, sums in fp32."""
-        shape, weights, dependent = self.geometry, self._weights, self.is_dependent
-        tokens, device, dtype = batch.ids.shape[0], batch.ids.device, weights["words"].dtype
-        steps = next(steps for most, steps in self._steps.items() if tokens <= most)
-        qkv_cut, attend_cut, up_cut, down_cut = steps.qkv, steps.attend, steps.up, steps.down
-        qkv = torch.empty((tokens, 3 * shape.width), dtype=dtype, device=device)
-        inner = torch.empty((tokens, shape.inner), dtype=dtype, device=device)
-        between = torch.empty((tokens, shape.width), dtype=torch.float32, device=device)
-        total = torch.empty_like(between)
+    def small_batch(self, batch: PackedBatch) -> Any:
+        """Return the hidden states of a small batch: four kernels per layer, accumulating in fp32."""
+        geometry, weights, use_pdl = self.geometry, self._weights, self.use_pdl
+        tokens, device, dtype = batch.ids.shape[0], batch.ids.device, weights["word_embeddings"].dtype
+        tiles = next(tiles for max_tokens, tiles in self._layer_tiles.items() if tokens <= max_tokens)
+        qkv = torch.empty((tokens, 3 * geometry.width), dtype=dtype, device=device)
+        inner = torch.empty((tokens, geometry.inner), dtype=dtype, device=device)
+        attention_total = torch.empty((tokens, geometry.width), dtype=torch.float32, device=device)
+        total = torch.empty_like(attention_total)
         self._embed(batch, None, total)
-        norm = "norm"
-        for place in range(shape.layers):
-            layer = self._layer(place)
-            scale, shift = weights[f"{norm}.scale"], weights[f"{norm}.shift"]
-            expand(
-                total, scale, shift, shape.eps, weights[f"{layer}.qkv.weight"], weights[f"{layer}.qkv.bias"],
-                weights[f"{layer}.out.bias"], qkv, between, None, *self._narrow(f"{layer}.qkv"),
-                rows=qkv_cut.rows, columns=qkv_cut.columns, warps=qkv_cut.warps, is_dependent=dependent,
+        norm = "embedding_norm"
+        for layer in self._layers:
+            norm_linear(
+                total, *self._norm(norm), weights[f"{layer}.qkv.weight"], weights[f"{layer}.qkv.bias"],
+                weights[f"{layer}.out.bias"], qkv, attention_total, None, *self._weight_quant(f"{layer}.qkv"),
+                tile=tiles.qkv, use_pdl=use_pdl,
             )  # fmt: skip
-            attend(
-                qkv, batch.sequence, weights[f"{layer}.out.weight"], between, shape.heads, weights.get("distances"),
-                *self._narrow(f"{layer}.out"),
-                rows=attend_cut.rows, columns=attend_cut.columns, warps=attend_cut.warps, is_dependent=dependent,
+            attention_out_proj(
+                qkv, batch.sequence, weights[f"{layer}.out.weight"], attention_total, geometry.heads,
+                weights.get("relative_position_bias"), *self._weight_quant(f"{layer}.out"),
+                tile=tiles.attention, use_pdl=use_pdl,
             )  # fmt: skip
-            expand(
-                between, weights[f"{layer}.middle.scale"], weights[f"{layer}.middle.shift"], shape.eps,
-                weights[f"{layer}.up.weight"], weights[f"{layer}.up.bias"], weights[f"{layer}.down.bias"], inner, total,
-                shape.activation, *self._narrow(f"{layer}.up"),
-                rows=up_cut.rows, columns=up_cut.columns, warps=up_cut.warps, is_dependent=dependent,
+            norm_linear(
+                attention_total, *self._norm(f"{layer}.attention_norm"),
+                weights[f"{layer}.up.weight"], weights[f"{layer}.up.bias"], weights[f"{layer}.down.bias"],
+                inner, total, geometry.activation, *self._weight_quant(f"{layer}.up"), tile=tiles.up, use_pdl=use_pdl,
             )  # fmt: skip
-            contract(
-                inner, weights[f"{layer}.down.weight"], total, *self._narrow(f"{layer}.down"),
-                rows=down_cut.rows, columns=down_cut.columns, depth=down_cut.depth, warps=down_cut.warps,
-                is_dependent=dependent,
+            linear_accumulate(
+                inner, weights[f"{layer}.down.weight"], total, *self._weight_quant(f"{layer}.down"),
+                tile=tiles.down, use_pdl=use_pdl,
             )  # fmt: skip
-            norm = f"{layer}.end"
-        scale, shift = weights[f"{norm}.scale"], weights[f"{norm}.shift"]
-        return layer_norm(total, scale, shift, shape.eps, is_dependent=dependent)
+            norm = f"{layer}.output_norm"
+        return layer_norm(total, *self._norm(norm), use_pdl=use_pdl)[0]
 
-    def many(self, batch: Packed, rows: Any | None = None) -> Any:
-        """The hidden states of any number of tokens: the products by cuBLAS, and our kernels between them.
+    def large_batch(self, batch: PackedBatch, rows: Any | None = None) -> Any:
+        """Return the hidden states of a batch of any size: GEMMs by cuBLAS, and our kernels between them.
 
-        With `rows` those of the tokens it names alone, which spares most of the last layer.
+        With `rows`, return the states of those tokens only, which saves most of the last layer.
         """
-        shape, distances = self.geometry, self._weights.get("distances")
-        cut = cut_for(batch.ids.shape[0], batch.starts.shape[0] - 1)
-        # What is added to, and what is multiplied.
-        x, taken = self._started(batch)
-        for place in range(shape.layers):
-            layer = self._layer(place)
-            is_last = place == shape.layers - 1
-            qkv = self._product(taken, f"{layer}.qkv", has_bias=True)
+        geometry, position_bias = self.geometry, self._weights.get("relative_position_bias")
+        tile_config = tile_config_for(batch.ids.shape[0], batch.starts.shape[0] - 1)
+        # The residual, and the input of the next GEMM, which may be quantized.
+        x, gemm_input = self._embed_large(batch)
+        for index, layer in enumerate(self._layers):
+            is_last = index == geometry.layers - 1
+            qkv = self._linear(gemm_input, f"{layer}.qkv", has_bias=True)
             if rows is None or not is_last:
-                how = self._squeezes.get(f"{layer}.out")
-                mixed = attention(qkv, batch.tiles, shape.heads, distances, how, cut=cut)
+                quant = self._quants.get(f"{layer}.out")
+                context = attention(qkv, batch.tiles, geometry.heads, position_bias, quant, tile_config=tile_config)
             else:
-                # A sequence that there is room for, and none in, begins behind the last token.
+                # Unused sequences of the bucket start behind the last token.
                 rows = rows.clamp(max=x.shape[0] - 1)
-                mixed, x = self._mixed(qkv, batch, rows, f"{layer}.out"), x[rows]
-            mixed = self._product(mixed, f"{layer}.out")
-            x, taken = self._normed(mixed, x, f"{layer}.out", f"{layer}.middle", f"{layer}.up")
-            inner = self._product(self._expanded(taken, f"{layer}.up", f"{layer}.down"), f"{layer}.down")
-            following = "" if is_last else f"{self._layer(place + 1)}.qkv"
-            x, taken = self._normed(inner, x, f"{layer}.down", f"{layer}.end", following)
+                context, x = self._attend_rows(qkv, batch, rows, f"{layer}.out"), x[rows]
+            projected = self._linear(context, f"{layer}.out")
+            x, gemm_input = self._add_norm(projected, x, f"{layer}.out", f"{layer}.attention_norm", f"{layer}.up")
+            inner = self._linear(self._linear_gelu(gemm_input, f"{layer}.up", f"{layer}.down"), f"{layer}.down")
+            next_linear = "" if is_last else f"{self._layers[index + 1]}.qkv"
+            x, gemm_input = self._add_norm(inner, x, f"{layer}.down", f"{layer}.output_norm", next_linear)
         return x
 
-    def _started(self, batch: Packed) -> tuple[Any, Any]:
-        shape, weights, first = self.geometry, self._weights, self._squeezes.get("0.qkv")
-        norm = (weights["norm.scale"], weights["norm.shift"], shape.eps)
-        if "project.weight" not in weights:
-            return self._embed(batch, norm, None, first)
-        x, _ = self._embed(batch, norm, None)
-        x = torch.addmm(weights["project.bias"], x, weights["project.weight"].T)
-        return x, x if first is None else squeeze(x, first)
+    def _embed_large(self, batch: PackedBatch) -> tuple[Any, Any]:
+        weights, quant = self._weights, self._quants.get("0.qkv")
+        norm = self._norm("embedding_norm")
+        if "embedding_projection.weight" not in weights:
+            return self._embed(batch, norm, quant=quant)
+        x, _ = self._embed(batch, norm)
+        x = torch.addmm(weights["embedding_projection.bias"], x, weights["embedding_projection.weight"].T)
+        return x, x if quant is None else activate(x, None, quant)
 
-    def _mixed(self, qkv: Any, batch: Packed, rows: Any, following: str) -> Any:
-        """Attention of these rows: they look at all tokens of their sequences, and nobody looks at the others."""
-        own = batch.sequence[rows]
-        asking = torch.stack([rows, batch.starts[own], batch.starts[own + 1]], dim=1)
-        how, heads, distances = self._squeezes.get(following), self.geometry.heads, self._weights.get("distances")
-        mixed = attention(qkv, asking, heads, distances, how, cut=LONE)
-        # Rows of fp8 are picked as the bytes they are.
-        return mixed[rows] if how is None else mixed.view(torch.uint8)[rows].view(how.dtype)
+    def _attend_rows(self, qkv: Any, batch: PackedBatch, rows: Any, next_linear: str) -> Any:
+        """Compute attention for these query rows only, over all keys of their sequences."""
+        sequence = batch.sequence[rows]
+        tiles = torch.stack([rows, batch.starts[sequence], batch.starts[sequence + 1]], dim=1)
+        quant, position_bias = self._quants.get(next_linear), self._weights.get("relative_position_bias")
+        context = attention(qkv, tiles, self.geometry.heads, position_bias, quant, tile_config=SINGLE_ROW_TILE_CONFIG)
+        # PyTorch cannot index fp8 tensors: view them as bytes.
+        return context[rows] if quant is None else context.view(torch.uint8)[rows].view(quant.dtype)
 
-    def shapes(self, tokens: int) -> list[Product]:
-        """The products of all layers, each once, as `many` asks for them."""
+    def gemm_shapes(self, tokens: int) -> list[GemmShape]:
+        """Return the distinct GEMMs of all layers, as `large_batch` runs them."""
         width, inner, is_tanh = self.geometry.width, self.geometry.inner, self.geometry.activation == TANH
-        sides = {"qkv": (3 * width, width), "out": (width, width), "up": (inner, width), "down": (width, inner)}
-        found = {}
-        for layer in range(1 if self.geometry.is_shared else self.geometry.layers):
-            for name, (columns, depth) in sides.items():
-                takes, gives = (self._dtype_of(f"{layer}.{one}") for one in (name, "down"))
+        sizes = {"qkv": (3 * width, width), "out": (width, width), "up": (inner, width), "down": (width, inner)}
+        shapes = {}
+        for layer in dict.fromkeys(self._layers):
+            for name, (columns, depth) in sizes.items():
+                input_dtype, output_dtype = (self._dtype_of(f"{layer}.{linear}") for linear in (name, "down"))
                 is_up = name == "up"
-                # In half precision GELU rides along where it can, and not where what comes of it is squeezed.
-                has_gelu = is_up and (bool(takes) or (is_tanh and not gives))
-                gives = gives if takes and is_up else ""
-                found[Product(tokens, columns, depth, name in ("qkv", "up"), has_gelu, takes, gives)] = name
-        return list(found)
+                # In half precision, GELU is fused where cuBLAS can, unless its output is to be quantized.
+                has_gelu = is_up and (bool(input_dtype) or (is_tanh and not output_dtype))
+                output_dtype = output_dtype if input_dtype and is_up else ""
+                has_bias = name in ("qkv", "up")
+                shapes[GemmShape(tokens, columns, depth, has_bias, has_gelu, input_dtype, output_dtype)] = name
+        return list(shapes)
 
     def _dtype_of(self, name: str) -> str:
-        how = self._squeezes.get(name)
-        return "" if how is None else str(how.dtype).removeprefix("torch.")
+        quant = self._quants.get(name)
+        return "" if quant is None else str(quant.dtype).removeprefix("torch.")
 
-    def _product(self, x: Any, name: str, *, has_bias: bool = False, has_gelu: bool = False) -> Any:
+    def _linear(self, x: Any, name: str, *, has_bias: bool = False, has_gelu: bool = False) -> Any:
         weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"] if has_bias else None
-        if name in self._squeezes:
-            return self.roads(x, weight, self._weights[f"{name}.step"], bias)
-        if self.products is not None:
-            return self.products(x, weight, bias, has_gelu=has_gelu)
+        if name in self._quants:
+            return self.gemm_dispatch(GemmOperands(x, weight, self._weights[f"{name}.scale"], bias))
+        if self.cublaslt is not None:
+            return self.cublaslt(x, weight, bias, has_gelu=has_gelu)
         return torch.mm(x, weight.T) if bias is None else torch.addmm(bias, x, weight.T)
 
-    def _expanded(self, x: Any, name: str, following: str) -> Any:
-        """cuBLAS has GELU by tanh, and no other; what it gives in half precision nobody squeezes."""
-        kind, how = self.geometry.activation, self._squeezes.get(following)
-        if name in self._squeezes:
-            weight, step, bias = (self._weights[f"{name}.{part}"] for part in ("weight", "step", "bias"))
-            return self.roads(x, weight, step, bias, has_gelu=True, squeeze=how)
-        if self.products is not None and kind == TANH and how is None:
-            return self._product(x, name, has_bias=True, has_gelu=True)
-        return gelu_(self._product(x, name, has_bias=True), kind, how)
+    def _linear_gelu(self, x: Any, name: str, next_linear: str) -> Any:
+        """Fuse GELU into the GEMM where possible; cuBLAS has the tanh approximation only, and cannot quantize fp16."""
+        kind, quant = self.geometry.activation, self._quants.get(next_linear)
+        if name in self._quants:
+            weight, scale, bias = (self._weights[f"{name}.{part}"] for part in ("weight", "scale", "bias"))
+            return self.gemm_dispatch(GemmOperands(x, weight, scale, bias, quant), has_gelu=True)
+        if self.cublaslt is not None and kind == TANH and quant is None:
+            return self._linear(x, name, has_bias=True, has_gelu=True)
+        return activate(self._linear(x, name, has_bias=True), kind, quant)
 
-    def _narrow(self, name: str) -> tuple[Any, Squeeze | None]:
-        """What goes with a weight of eight bits."""
-        return self._weights.get(f"{name}.step"), self._squeezes.get(name)
+    def _weight_quant(self, name: str) -> tuple[Any, ActivationQuant | None]:
+        """Return the scale and activation quantization that belong to an 8-bit weight."""
+        return self._weights.get(f"{name}.scale"), self._quants.get(name)
 
     def _embed(
-        self, batch: Packed, norm: tuple[Any, Any, float] | None, out: Any | None, how: Squeeze | None = None
+        self, batch: PackedBatch, norm: Any | None, out: Any | None = None, quant: ActivationQuant | None = None
     ) -> tuple[Any, Any]:
-        words, places, kinds = (self._weights.get(name) for name in ("words", "places", "kinds"))
-        # Between cuBLAS's kernels overlapping costs more than it gains.
-        overlaps = self.is_dependent and norm is None
-        return embed(batch.ids, batch.places, batch.kinds, words, places, kinds, norm, out, how, is_dependent=overlaps)
+        words, positions, token_types = (
+            self._weights.get(f"{name}_embeddings") for name in ("word", "position", "token_type")
+        )
+        # Between cuBLAS kernels, programmatic dependent launch costs more than it gains.
+        use_pdl = self.use_pdl and norm is None
+        return embed(
+            batch.ids, batch.positions, batch.token_types, words, positions, token_types, norm, out, quant,
+            use_pdl=use_pdl,
+        )  # fmt: skip
 
-    def _normed(self, product: Any, residual: Any, bias: str, norm: str, following: str) -> tuple[Any, Any]:
-        weights, how = self._weights, self._squeezes.get(following)
-        scale, shift = weights[f"{norm}.scale"], weights[f"{norm}.shift"]
-        return layer_norms(product, scale, shift, self.geometry.eps, weights[f"{bias}.bias"], residual, how)
+    def _add_norm(self, x: Any, residual: Any, linear: str, norm: str, next_linear: str) -> tuple[Any, Any]:
+        bias, quant = self._weights[f"{linear}.bias"], self._quants.get(next_linear)
+        return layer_norm(x, *self._norm(norm), bias, residual, quant)
 
-    def _layer(self, place: int) -> int:
-        return 0 if self.geometry.is_shared else place
+    def _norm(self, name: str) -> tuple[Any, Any, float]:
+        return self._weights[f"{name}.weight"], self._weights[f"{name}.bias"], self.geometry.eps

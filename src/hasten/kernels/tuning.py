@@ -1,7 +1,7 @@
-"""What was found by measuring on one GPU: how each product is computed, and up to how many tokens few are few.
+"""Tuning results for one GPU: the GEMM algorithm per shape, and the small-batch threshold.
 
-A bundle brings what its build has found; on another GPU, or with other libraries, the cache may hold what was found
-there. Where neither does, the libraries' own choice is taken: nothing is measured when a model is loaded.
+A bundle contains the results of the machine that built it; for another GPU or other library versions, the cache may
+have results. Without either, the libraries' defaults are used: nothing is measured when a model is loaded.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from hasten.core.cache import cache_directory
 from hasten.core.errors import StageError
-from hasten.core.recording import recording
+from hasten.core.gpu.capture_lock import capture_lock
+from hasten.core.system.cache import cache_directory
 from hasten.core.tensors import Batch
 from hasten.core.version import __version__
-from hasten.kernels.counters import recorded
+from hasten.kernels.cuda.graph_exec import GraphExec, capture_graph
+from hasten.kernels.cuda.packed_buckets import Bucket, round_up
+from hasten.kernels.cuda.replay import gc_paused
 from hasten.kernels.encoder import Encoder
-from hasten.kernels.instances import Instance
-from hasten.kernels.packing import MOST_TOKENS, Bucket, pack, round_up, unpack
-from hasten.kernels.products import ALGORITHM_BYTES, Product, Products, library_version
-from hasten.kernels.replay import garbage_kept
-from hasten.kernels.roads import NAME
+from hasten.kernels.gemm.cublaslt import ALGORITHM_BYTES, CublasLtGemms, GemmShape, library_version
+from hasten.kernels.gemm.dispatch import BACKEND_NAME
+from hasten.kernels.packing import MAX_TOKENS, pack, unpack
 
 FILE = "tuning.json"
 _ALGORITHM = re.compile(f"[0-9a-f]{{{2 * ALGORITHM_BYTES}}}")
@@ -41,102 +41,108 @@ _LAUNCHES, _REPLAYS = 8, 5
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    found_on: str
-    few_tokens: int
-    # Algorithms as the library writes them, in hexadecimal digits; of products of eight bits the road (`roads.py`).
-    products: tuple[tuple[Product, str], ...]
+    """The fastest choices measured in one environment (GPU, versions and precision)."""
 
-    def apply(self, encoder: Encoder, products: Products) -> None:
-        encoder.few_tokens = min(encoder.few_tokens, self.few_tokens)
-        _choose(encoder, products, dict(self.products))
+    environment: str
+    small_batch_max_tokens: int
+    # In half precision a cuBLASLt algorithm in hexadecimal digits, in 8 bits the name of a GEMM backend.
+    gemms: tuple[tuple[GemmShape, str], ...]
+
+    def apply(self, encoder: Encoder, cublaslt: CublasLtGemms) -> None:
+        """Make the encoder use these choices."""
+        encoder.small_batch_max_tokens = min(encoder.small_batch_max_tokens, self.small_batch_max_tokens)
+        _choose(encoder, cublaslt, dict(self.gemms))
 
     def write(self, file: Path) -> None:
+        """Write the results as JSON."""
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(msgspec.json.encode(self))
 
 
-def find(encoder: Encoder, products: Products, folder: Path) -> Tuning | None:
-    """What holds here, from beside the weights or from the cache."""
-    here = circumstances(products)
-    for file in (folder / FILE, cached(encoder, products)):
+def find(encoder: Encoder, cublaslt: CublasLtGemms, directory: Path) -> Tuning | None:
+    """Return the results for this environment from the bundle's directory or from the cache."""
+    current = environment(cublaslt)
+    for file in (directory / FILE, cache_file(encoder, cublaslt)):
         tuning = _read(file)
-        if tuning is not None and tuning.found_on == here:
+        if tuning is not None and tuning.environment == current:
             return tuning
     return None
 
 
-def circumstances(products: Products) -> str:
-    """What a finding holds for."""
+def environment(cublaslt: CublasLtGemms) -> str:
+    """Return everything that results depend on, as text."""
     # Kernels of another version may be faster or slower.
     libraries = (
         f"hasten {__version__}, cuBLASLt {library_version()}, PyTorch {torch.__version__}, Triton {triton.__version__}"
     )
-    sums = ", sums fast" if products.sums_fast else ""
-    return f"{torch.cuda.get_device_name()}, {libraries}, {products.dtype}{sums}"
+    accumulation = ", fast accumulation" if cublaslt.fast_accum else ""
+    return f"{torch.cuda.get_device_name()}, {libraries}, {cublaslt.dtype}{accumulation}"
 
 
-def cached(encoder: Encoder, products: Products) -> Path:
-    about = f"{circumstances(products)} {asdict(encoder.geometry)}"
-    # Which products are of eight bits; without any it is what it was before there were any.
-    about += "".join(f" {what}" for what in encoder.shapes(1) if what.takes)
-    return cache_directory() / "fused" / f"{hashlib.sha256(about.encode()).hexdigest()[:16]}.json"
+def cache_file(encoder: Encoder, cublaslt: CublasLtGemms) -> Path:
+    """Return the file in the cache for this encoder and environment."""
+    key = f"{environment(cublaslt)} {asdict(encoder.geometry)}"
+    # Which GEMMs are 8-bit.
+    key += "".join(f" {shape}" for shape in encoder.gemm_shapes(1) if shape.input_dtype)
+    return cache_directory() / "fused" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def tune(encoder: Encoder, products: Products, most_tokens: int = MOST_TOKENS) -> Tuning:
-    """Some seconds of measuring."""
-    timed = partial(seconds, products=products)
+def tune(encoder: Encoder, cublaslt: CublasLtGemms, max_batch_tokens: int = MAX_TOKENS) -> Tuning:
+    """Measure the fastest choices, which takes some seconds."""
     with torch.inference_mode():
-        shapes = [shape for tokens in sizes(most_tokens) for shape in encoder.shapes(tokens)]
-        found = {
-            shape: encoder.roads.fastest(shape, timed) if shape.takes else products.fastest(shape, timed).hex()
+        shapes = [shape for tokens in bucket_sizes(max_batch_tokens) for shape in encoder.gemm_shapes(tokens)]
+        gemms = {
+            shape: encoder.gemm_dispatch.fastest(shape, measure_seconds)
+            if shape.input_dtype
+            else cublaslt.fastest(shape, measure_seconds).hex()
             for shape in shapes
         }
-        # Against which few are few.
-        _choose(encoder, products, found)
-        few = _few_tokens(encoder, timed)
-    return Tuning(circumstances(products), few, tuple(found.items()))
+        # The small-batch kernels are compared with the tuned GEMMs.
+        _choose(encoder, cublaslt, gemms)
+        small_batch_max_tokens = _find_small_batch_max_tokens(encoder)
+    return Tuning(environment(cublaslt), small_batch_max_tokens, tuple(gemms.items()))
 
 
-def _choose(encoder: Encoder, products: Products, found: Mapping[Product, str]) -> None:
-    products.choose({shape: bytes.fromhex(algorithm) for shape, algorithm in found.items() if not shape.takes})
-    encoder.roads.choose({shape: road for shape, road in found.items() if shape.takes})
+def _choose(encoder: Encoder, cublaslt: CublasLtGemms, gemms: Mapping[GemmShape, str]) -> None:
+    cublaslt.choose({shape: bytes.fromhex(algorithm) for shape, algorithm in gemms.items() if not shape.input_dtype})
+    encoder.gemm_dispatch.choose({shape: backend for shape, backend in gemms.items() if shape.input_dtype})
 
 
-def sizes(most_tokens: int) -> list[int]:
-    """Of all buckets that hold up to so many tokens."""
-    return list(dict.fromkeys(map(round_up, range(16, most_tokens + 1))))
+def bucket_sizes(max_batch_tokens: int) -> list[int]:
+    """Return the token counts of all buckets for batches of up to this size."""
+    return list(dict.fromkeys(map(round_up, range(16, max_batch_tokens + 1))))
 
 
-def seconds(launch: Callable[[], Any], products: Products | None = None) -> float:
-    """Of the device, for one of several in a row, some of it by `products`; infinite for what cannot run."""
+def measure_seconds(launch: Callable[[], Any]) -> float:
+    """Return the device seconds of one launch, measured over several in a CUDA graph; infinity if it fails."""
     stream = torch.cuda.Stream()
     try:
         with torch.cuda.stream(stream):
             launch()
         stream.synchronize()
-        with recording.alone(), garbage_kept():
-            with recorded(stream, products) as graph:
+        with capture_lock.exclusive(), gc_paused():
+            with capture_graph(stream) as graph:
                 for _ in range(_LAUNCHES):
                     launch()
-            instance = Instance(graph)
+            graph_exec = GraphExec(graph)
     except (StageError, RuntimeError, OutOfResources):
-        # PyTorch says of what it cannot multiply a RuntimeError, Triton of a cut that is too large its own.
+        # PyTorch raises RuntimeError for unsupported GEMMs, Triton OutOfResources for tiles that are too large.
         torch.cuda.synchronize()
         return float("inf")
-    return median(instance.took(stream) for _ in range(_REPLAYS)) / _LAUNCHES
+    return median(graph_exec.device_seconds(stream) for _ in range(_REPLAYS)) / _LAUNCHES
 
 
-def _few_tokens(encoder: Encoder, timed: Callable[[Callable[[], Any]], float]) -> int:
-    """The largest size up to which, one after the other, the kernels for few tokens win."""
+def _find_small_batch_max_tokens(encoder: Encoder) -> int:
+    """Return the largest bucket size up to which the small-batch kernels are the faster ones."""
     best = 0
-    for tokens in sizes(encoder.most_few):
-        lone = Batch({"input_ids": np.zeros(tokens, np.int32)}, np.array([tokens], np.int32))
+    for tokens in bucket_sizes(encoder.small_batch_limit):
+        single = Batch({"input_ids": np.zeros(tokens, np.int32)}, np.array([tokens], np.int32))
         bucket = Bucket.of(tokens, 1)
-        packed = np.zeros(sum(bucket.sizes), np.int32)
-        pack(packed, lone, bucket, encoder.geometry.first_place)
-        batch = unpack(torch.from_numpy(packed).cuda(), bucket)
-        few, many = partial(encoder.few, batch), partial(encoder.many, batch)
-        if timed(few) > timed(many):
+        buffer = np.zeros(sum(bucket.segment_sizes), np.int32)
+        pack(buffer, single, bucket, encoder.geometry.position_offset)
+        batch = unpack(torch.from_numpy(buffer).cuda(), bucket)
+        small, large = partial(encoder.small_batch, batch), partial(encoder.large_batch, batch)
+        if measure_seconds(small) > measure_seconds(large):
             break
         best = tokens
     return best
@@ -145,8 +151,10 @@ def _few_tokens(encoder: Encoder, timed: Callable[[Callable[[], Any]], float]) -
 def _read(file: Path) -> Tuning | None:
     try:
         tuning = msgspec.json.decode(file.read_bytes(), type=Tuning)
-    except (OSError, ValueError):  # msgspec's own errors are ValueErrors too
+    except (OSError, ValueError):  # msgspec's errors are ValueErrors
         return None
-    # The library reads as many bytes, whatever there are.
-    is_whole = all((NAME if what.takes else _ALGORITHM).fullmatch(how) for what, how in tuning.products)
-    return tuning if is_whole else None
+    # The library reads a fixed number of bytes, so shorter algorithms must not reach it.
+    is_valid = all(
+        (BACKEND_NAME if shape.input_dtype else _ALGORITHM).fullmatch(choice) for shape, choice in tuning.gemms
+    )
+    return tuning if is_valid else None

@@ -1,1 +1,1 @@
-"""Verify first, time second: whether a variant answers like the original, and how fast."""
+"""Verify variants against a reference, then benchmark them."""

@@ -1,12 +1,12 @@
-"""What works on this machine and what does not: packages, backends, and what really executes.
+"""Diagnose this machine: which packages and backends work, and where operators really run.
 
-Each backend and package is tried for real in a process of its own. This one imports nothing but the standard library
-before hasten has proven to import, so that it still answers when that is what is broken.
+Each backend and package is tried in its own process. This module imports only the standard library before hasten is
+known to import, so that it still reports when hasten itself is broken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,20 +15,22 @@ from importlib.metadata import PackageNotFoundError
 from typing import TYPE_CHECKING, Any
 
 from hasten.core.errors import HastenError
-from hasten.core.execution import Trial
-from hasten.core.hardware import Machine, this_machine
-from hasten.measure.checkup import check_backend, check_package
-from hasten.measure.packages import Collision, Package, read_packages
+from hasten.core.placement import SelfTest
+from hasten.core.system.hardware import Machine, this_machine
+from hasten.measure.isolated_probe import check_backend, check_package
+from hasten.measure.packages import Package, read_packages
 
 if TYPE_CHECKING:
     from hasten.backends import Backend
     from hasten.core.registry import Registry
 
-# What answering from a bundle imports, whatever the backend.
-_BASE = "hasten.predictor"
+# The module that every prediction imports, whatever the backend.
+_BASE_MODULE = "hasten.predictor"
 
 
 class Health(StrEnum):
+    """The state of a backend on this machine."""
+
     WORKS = "works"
     ABSENT = "absent"  # not installed, or not for this machine
     BROKEN = "broken"
@@ -36,24 +38,28 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BackendHealth:
+    """A backend with the variants it offers and the results of its self-tests."""
+
     name: str
     health: Health
     reason: str = ""
     hint: str = ""
     variants: tuple[str, ...] = ()
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[SelfTest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that is installed, and broken, outside its range or colliding. What is merely absent is none."""
+    """An installed package or backend that is broken, unsupported or in conflict; absence is not a problem."""
 
-    what: str
+    message: str
     hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
+    """The result of `hasten doctor`."""
+
     machine: Machine
     packages: tuple[Package, ...]
     backends: tuple[BackendHealth, ...]
@@ -61,9 +67,10 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
+    """Check all packages and backends on this machine."""
     machine = this_machine()
     packages, problems = _packages()
-    base = check_package(_BASE)
+    base = check_package(_BASE_MODULE)
     with ThreadPoolExecutor(machine.cores) as pool:
         if base.error:
             broken = _broken(pool, [package for package in packages if not package.extras])
@@ -72,18 +79,18 @@ def diagnose() -> Diagnosis:
         from hasten.backends import BACKENDS, Backend
         from hasten.tasks import TASKS
 
-        backends, failures = _loaded(BACKENDS, Backend)
-        problems += failures + _loaded(TASKS, object)[1]
-        # To be reinstalled under the name it goes by: asking for onnxruntime beside onnxruntime-gpu breaks both.
+        backends, failures = _load(BACKENDS, Backend)
+        problems += failures + _load(TASKS, object)[1]
+        # Reinstalled under the installed name: installing onnxruntime beside onnxruntime-gpu breaks both.
         providers = {package.module: package.provider for package in packages}
-        looked_at = pool.map(partial(_look_at, providers), backends)
+        checked = pool.map(partial(_check_backend, providers), backends)
         tried = {module for backend in backends for module in backend.requires}
         problems += _broken(pool, [package for package in packages if package.module not in tried])
-        health = tuple(looked_at)
+        health = tuple(checked)
     problems += [
-        Problem(f"the backend '{one.name}' is broken: {one.reason}", one.hint)
-        for one in health
-        if one.health is Health.BROKEN
+        Problem(f"the backend '{backend.name}' is broken: {backend.reason}", backend.hint)
+        for backend in health
+        if backend.health is Health.BROKEN
     ]
     return Diagnosis(machine, tuple(packages), health, tuple(problems))
 
@@ -92,34 +99,30 @@ def _packages() -> tuple[list[Package], list[Problem]]:
     try:
         packages, collisions = read_packages()
     except PackageNotFoundError:
-        return [], [Problem("hasten was not installed by pip, so which versions it needs is not known")]
+        return [], [Problem("hasten was not installed by pip: the versions it needs are unknown")]
     except ImportError as error:
         return [], [Problem(f"packaging does not import: {error}", _reinstall("packaging"))]
-    return packages, [*_unsupported(packages), *_colliding(collisions)]
-
-
-def _unsupported(packages: Iterable[Package]) -> list[Problem]:
-    return [
-        Problem(f"{package.provider} {package.version} is not in the range hasten supports ({package.supported})",
-                f"pip install --upgrade '{package.provider}{package.supported}'")
+    unsupported = [
+        Problem(
+            f"{package.provider} {package.version} is not in the range hasten supports ({package.supported})",
+            f"pip install --upgrade '{package.provider}{package.supported}'",
+        )
         for package in packages
         if not package.is_supported
-    ]  # fmt: skip
-
-
-def _colliding(collisions: Iterable[Collision]) -> list[Problem]:
-    return [
-        Problem(
-            f"{' and '.join(both.providers)} are installed together and write the same folder '{both.module}':"
-            " which one runs is an accident",
-            both.hint,
-        )
-        for both in collisions
     ]
+    colliding = [
+        Problem(
+            f"{' and '.join(collision.providers)} are installed together and both write the folder"
+            f" '{collision.module}': either of them may run",
+            collision.hint,
+        )
+        for collision in collisions
+    ]
+    return packages, unsupported + colliding
 
 
 def _broken(pool: ThreadPoolExecutor, packages: Sequence[Package]) -> list[Problem]:
-    """Installed packages that do not import."""
+    """Return a problem for each installed package that does not import."""
     installed = [package for package in packages if package.module is not None]
     checked = pool.map(check_package, [package.module or "" for package in installed])
     return [
@@ -132,38 +135,38 @@ def _broken(pool: ThreadPoolExecutor, packages: Sequence[Package]) -> list[Probl
     ]
 
 
-def _loaded(registry: Registry[Any], contract: type) -> tuple[list[Any], list[Problem]]:
-    """What is registered, and which extensions of other packages do not load or are something else."""
+def _load(registry: Registry[Any], contract: type) -> tuple[list[Any], list[Problem]]:
+    """Return the registered objects, and a problem for each extension that does not load or has the wrong type."""
     loaded, problems = [], []
     for name in registry.names():
         try:
-            thing = registry.get(name)
+            entry = registry.get(name)
         except HastenError as error:
             problems.append(Problem(error.message, error.hint or ""))
             continue
-        if isinstance(thing, contract):
-            loaded.append(thing)
+        if isinstance(entry, contract):
+            loaded.append(entry)
         else:
-            problems.append(Problem(f"what is registered as the {registry.kind} '{name}' is none"))
+            problems.append(Problem(f"the object registered as the {registry.kind} '{name}' is not a {registry.kind}"))
     return loaded, problems
 
 
-def _look_at(providers: Mapping[str | None, str | None], backend: Backend) -> BackendHealth:
+def _check_backend(providers: Mapping[str | None, str | None], backend: Backend) -> BackendHealth:
     from hasten.backends import probe_packages
 
     if not probe_packages(backend).ok:
-        # What it says itself may come before that: who has no GPU need not install anything for it.
+        # Its own reason comes first: without a GPU there is no need to install packages for one.
         support = backend.probe(this_machine())
         return BackendHealth(backend.name, Health.ABSENT, support.reason, support.hint)
-    found = check_backend(backend.name)
-    if found.error:
+    result = check_backend(backend.name)
+    if result.error:
         packages = [providers.get(module) or module for module in backend.requires]
-        return BackendHealth(backend.name, Health.BROKEN, found.error, _reinstall(*packages))
-    if found.reason:
-        return BackendHealth(backend.name, Health.ABSENT, found.reason, found.hint)
-    failed = [f"{trial.asked}: {trial.note}" for trial in found.trials if not trial.is_ok]
+        return BackendHealth(backend.name, Health.BROKEN, result.error, _reinstall(*packages))
+    if result.reason:
+        return BackendHealth(backend.name, Health.ABSENT, result.reason, result.hint)
+    failed = [f"{trial.requested}: {trial.note}" for trial in result.trials if not trial.is_ok]
     health = Health.BROKEN if failed else Health.WORKS
-    return BackendHealth(backend.name, health, "; ".join(failed), "", found.variants, found.trials)
+    return BackendHealth(backend.name, health, "; ".join(failed), "", result.variants, result.trials)
 
 
 def _reinstall(*packages: str) -> str:

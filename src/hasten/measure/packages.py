@@ -1,4 +1,4 @@
-"""The packages hasten works with, as their metadata says: which are installed, which versions fit, which collide."""
+"""Read from metadata which required packages are installed, supported, or in conflict."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
-# For people who work on hasten itself.
-_OWN_EXTRAS = {"demo", "dev"}
-# A file, not a folder, and none that its list of files would tell from an example beside it.
+# Extras for developers of hasten.
+_DEVELOPER_EXTRAS = {"demo", "dev"}
+# Modules that are a file, not a folder, and cannot be recognized in the package's list of files.
 _MODULES = {"nvidia-ml-py": "pynvml"}
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A requirement of hasten's, and what is there of it."""
+    """A requirement of hasten, and the installed distribution that provides it."""
 
     name: str
-    # The extras that bring it; what has none belongs to the base.
+    # The extras that require it; empty for the base installation.
     extras: tuple[str, ...]
     supported: str
-    # The distribution that provides it, which may go by another name: onnxruntime-gpu for onnxruntime.
+    # The distribution that provides it, possibly under another name: onnxruntime-gpu for onnxruntime.
     provider: str | None = None
     version: str | None = None
-    # What it is imported by.
+    # The name it is imported by.
     module: str | None = None
     is_supported: bool = True
 
     @property
     def hint(self) -> str:
-        return (
-            f"pip install 'hasten[{self.extras[0]}]'" if self.extras else f"pip install '{self.name}{self.supported}'"
-        )
+        """Return the command that installs it."""
+        requirement = f"hasten[{self.extras[0]}]" if self.extras else f"{self.name}{self.supported}"
+        return f"pip install '{requirement}'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,17 @@ class Collision:
 
     @property
     def hint(self) -> str:
-        return f"pip uninstall --yes {' '.join(self.providers)}, then pip install the one that you want"
+        """Return the commands that resolve the conflict."""
+        return f"pip uninstall --yes {' '.join(self.providers)}, then pip install one of them"
 
 
 def read_packages() -> tuple[list[Package], list[Collision]]:
-    """What hasten's own metadata asks for, base first, looked up among what is installed."""
+    """Return the requirements of hasten, base first, with the installed distributions, and their conflicts."""
     providers = _providers()
-    packages = [_look_up(name, extras, fits, providers) for name, (extras, fits) in _requirements().items()]
+    packages = [_look_up(name, extras, supported, providers) for name, (extras, supported) in _requirements().items()]
     collisions = []
     for package in packages:
-        names = sorted({_field(found, "Name") for found in providers.get(package.module or "", ())})
+        names = sorted({_name(provider) for provider in providers.get(package.module or "", ())})
         if package.module is not None and len(names) > 1:
             collisions.append(Collision(package.module, tuple(names)))
     return sorted(packages, key=lambda package: (package.extras, package.name)), collisions
@@ -67,32 +68,33 @@ def _requirements() -> dict[str, tuple[tuple[str, ...], SpecifierSet]]:
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
-    about = metadata("hasten")
-    extras = [extra for extra in about.get_all("Provides-Extra") or [] if extra not in _OWN_EXTRAS]
-    found: dict[str, tuple[tuple[str, ...], SpecifierSet]] = {}
-    for requirement in map(Requirement, about.get_all("Requires-Dist") or []):
+    package_metadata = metadata("hasten")
+    extras = [extra for extra in package_metadata.get_all("Provides-Extra") or [] if extra not in _DEVELOPER_EXTRAS]
+    requirements: dict[str, tuple[tuple[str, ...], SpecifierSet]] = {}
+    for requirement in map(Requirement, package_metadata.get_all("Requires-Dist") or []):
         marker = requirement.marker
         users = [extra for extra in ("", *extras) if marker is None or marker.evaluate({"extra": extra})]
         if requirement.name == "hasten" or not users:
             continue
-        before, fits = found.get(requirement.name, ((), SpecifierSet()))
-        # What the base needs, every extra needs too: only what comes on top belongs to one.
-        found[requirement.name] = (() if "" in users else (*before, *users), fits & requirement.specifier)
-    return found
+        known_users, supported = requirements.get(requirement.name, ((), SpecifierSet()))
+        # A requirement of the base is one of every extra too: it is listed for the base only.
+        users = [] if "" in users else [*known_users, *users]
+        requirements[requirement.name] = (tuple(users), supported & requirement.specifier)
+    return requirements
 
 
 def _providers() -> Mapping[str, Sequence[Distribution]]:
-    """The distributions that wrote each importable folder, by their own lists of files."""
-    found: dict[str, list[Distribution]] = {}
+    """Return the distributions that installed each importable folder, by their lists of files."""
+    providers: dict[str, list[Distribution]] = {}
     for candidate in distributions():
         # Searched as text: parsing the lists takes seconds.
         for folder in re.findall(r"^(\w+)/__init__\.py,", candidate.read_text("RECORD") or "", re.MULTILINE):
-            found.setdefault(folder, []).append(candidate)
-    return found
+            providers.setdefault(folder, []).append(candidate)
+    return providers
 
 
 def _look_up(
-    name: str, extras: tuple[str, ...], fits: SpecifierSet, providers: Mapping[str, Sequence[Distribution]]
+    name: str, extras: tuple[str, ...], supported: SpecifierSet, providers: Mapping[str, Sequence[Distribution]]
 ) -> Package:
     from packaging.version import InvalidVersion
 
@@ -101,26 +103,26 @@ def _look_up(
         provider = distribution(name)
     except PackageNotFoundError:
         if module not in providers:
-            return Package(name, extras, str(fits))
+            return Package(name, extras, str(supported))
         provider = providers[module][0]
     if module not in providers:
-        folders = [folder for folder, writers in providers.items() if _field(provider, "Name") in map(_name, writers)]
-        # Of a namespace that packages share, each writes a part: opentelemetry-sdk is opentelemetry.sdk.
+        folders = [folder for folder, owners in providers.items() if _name(provider) in map(_name, owners)]
+        # Packages may share a namespace: opentelemetry-sdk is opentelemetry.sdk.
         part = name.replace("-", "/")
         shared = [part.replace("/", ".")] if f"\n{part}/" in f"\n{provider.read_text('RECORD')}" else []
         module = next((folder for folder in (*folders, *shared) if not folder.startswith("_")), module)
     version = _field(provider, "Version")
     try:
-        is_supported = fits.contains(version, prereleases=True)
+        is_supported = supported.contains(version, prereleases=True)
     except InvalidVersion:
         is_supported = False
-    return Package(name, extras, str(fits), _name(provider), version, module, is_supported)
+    return Package(name, extras, str(supported), _name(provider), version, module, is_supported)
 
 
-def _name(found: Distribution) -> str:
-    return _field(found, "Name")
+def _name(provider: Distribution) -> str:
+    return _field(provider, "Name")
 
 
-def _field(found: Distribution, field: str) -> str:
-    """Damaged metadata has none of them."""
-    return next(iter(found.metadata.get_all(field) or ()), "unknown")
+def _field(provider: Distribution, field: str) -> str:
+    """Return a field of the metadata; damaged metadata may lack it."""
+    return next(iter(provider.metadata.get_all(field) or ()), "unknown")

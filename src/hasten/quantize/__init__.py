@@ -1,1 +1,1 @@
-"""Graphs of lower precision, made with the runtimes' own tools. Whether they may be used, the gate decides."""
+"""Quantize graphs with the runtimes' own tools; the accuracy gate decides whether the results are used."""

@@ -1,4 +1,4 @@
-"""How much each quantized operator costs by itself: one at a time in int8, all others in float."""
+"""Measure the sensitivity of a graph's operators to quantization: one at a time in int8, all others in float."""
 
 from __future__ import annotations
 
@@ -6,28 +6,20 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hasten.core.progress import Progress, Silent, step
-from hasten.graph import read_graph
-from hasten.quantize.dynamic import quantize_dynamic
-from hasten.quantize.products import find_products, find_tables
+from hasten.core.progress import Progress, SilentProgress, step
+from hasten.onnx_graph import read_graph
+from hasten.quantize.analysis.matmuls import find_embedding_lookups, find_matmuls
+from hasten.quantize.methods.dynamic import quantize_dynamic
 from hasten.quantize.recipe import Recipe
-from hasten.quantize.rewrite import rewrite
-from hasten.quantize.split import kept
+from hasten.quantize.rewrites.apply_rewrites import rewrite
+from hasten.quantize.rewrites.split import float_nodes
 
 
-@dataclass(frozen=True, slots=True)
-class Sensitivity:
-    """An operator, by its name in the graph that the recipe is for, and the error it makes alone."""
-
-    name: str
-    error: float
-
-
-def sensitivity(
+def graph_sensitivity(
     graph: Path,
     recipe: Recipe,
     evaluate: Callable[[Path], float],
@@ -35,32 +27,30 @@ def sensitivity(
     external_data: bool,
     until: float = math.inf,
     progress: Progress | None = None,
-) -> list[Sensitivity]:
-    """The worst first; of those that were measured until then, a time of `time.monotonic`.
+) -> dict[str, float]:
+    """Return the error of quantizing each operator alone, by its name in the recipe's graph, the largest first.
 
-    `evaluate` says how wrong the answers of a graph are, the larger the worse.
+    `evaluate` returns the error of a graph's outputs; none is measured after `until`, a time of `time.monotonic`.
     """
     with tempfile.TemporaryDirectory(prefix="hasten-") as work:
-        rewritten, quantized = (Path(work) / name / "model.onnx" for name in ("rewritten", "quantized"))
-        for file in (rewritten, quantized):
-            file.parent.mkdir()
-        rewrite(graph, rewritten, recipe, external_data=external_data)
-        names = quantizable(read_graph(rewritten, with_weights=False), recipe)
-        found = []
-        with step(progress or Silent(), "sensitivity", len(names)) as told:
+        quantized = Path(work) / "quantized.onnx"
+        rewritten = rewrite(graph, Path(work) / "rewritten.onnx", recipe, external_data=external_data)
+        names = quantizable_nodes(read_graph(rewritten, with_weights=False), recipe)
+        errors = {}
+        with step(progress or SilentProgress(), "sensitivity", len(names)) as bar:
             for name in names:
                 if time.monotonic() >= until:
                     break
                 others = tuple(other for other in names if other != name)
                 alone = replace(recipe, keep=(*recipe.keep, *others))
                 quantize_dynamic(rewritten, quantized, alone, external_data=external_data)
-                found.append(Sensitivity(name, evaluate(quantized)))
-                told.advance(note=name)
-    return sorted(found, key=lambda each: -each.error)
+                errors[name] = evaluate(quantized)
+                bar.advance(note=name)
+    return dict(sorted(errors.items(), key=lambda pair: -pair[1]))
 
 
-def quantizable(model: Any, recipe: Recipe) -> list[str]:
-    """What dynamic quantization takes of a graph: products, and the tables that tokens are looked up in."""
-    products = [product for product in find_products(model) if recipe.attention or product.operator != "Attention"]
-    names = dict.fromkeys([*find_tables(model), *(product.name for product in products)])
-    return [name for name in names if name and name not in kept(recipe)]
+def quantizable_nodes(model: Any, recipe: Recipe) -> list[str]:
+    """Return the nodes that dynamic quantization would quantize: matmuls and embedding lookups."""
+    matmuls = [matmul for matmul in find_matmuls(model) if recipe.attention or matmul.operator != "Attention"]
+    names = dict.fromkeys([*find_embedding_lookups(model), *(matmul.name for matmul in matmuls)])
+    return [name for name in names if name and name not in float_nodes(recipe)]

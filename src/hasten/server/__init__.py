@@ -1,1 +1,1 @@
-"""One engine, many protocols: requests are parsed, encoded, batched across each other, run and decoded."""
+"""The server: several protocols in front of engines that tokenize, batch, run and decode requests."""

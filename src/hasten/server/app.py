@@ -1,4 +1,4 @@
-"""The application: a request finds its route, is let in, and is answered, whatever goes wrong."""
+"""The application: route requests, authenticate them and answer each one, whatever fails."""
 
 from __future__ import annotations
 
@@ -6,80 +6,68 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from enum import StrEnum
 from functools import partial
 from typing import TypeVar
 
 from hasten.core.errors import HastenError, StageError, TooLargeError
-from hasten.server import generate, huggingface, openai, openai_text, operations, tei, v2
-from hasten.server.engine import RetiredError
-from hasten.server.exchange import Exchange, Response, failure
-from hasten.server.keys import Keys
-from hasten.server.metrics import Metrics
-from hasten.server.models import Models
-from hasten.server.routes import Call, NotFoundError, Route, Router
-from hasten.server.watch import Seen, Watcher
+from hasten.server import health
+from hasten.server.auth import ApiKeys
+from hasten.server.http.exchange import Exchange, Response, error_response
+from hasten.server.models.registry import ModelRegistry
+from hasten.server.protocols import huggingface, oip_http, openai_completions, openai_embeddings, tei, triton_generate
+from hasten.server.protocols.routes import HttpCall, NotFoundError, Route, Router
+from hasten.server.request_records import RequestListener, RequestRecord
+from hasten.server.scheduling.engine_lifecycle import RetiredError
+from hasten.server.telemetry.metrics import Metrics
 
 logger = logging.getLogger("hasten")
 
-Asked = TypeVar("Asked")
-Found = TypeVar("Found")
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 
 PROTOCOLS: tuple[Sequence[Route], ...] = (
-    v2.ROUTES,
-    generate.ROUTES,
+    oip_http.ROUTES,
+    triton_generate.ROUTES,
     huggingface.ROUTES,
-    openai.ROUTES,
-    openai_text.ROUTES,
+    openai_embeddings.ROUTES,
+    openai_completions.ROUTES,
     tei.ROUTES,
 )
 
-# A body that is larger takes long enough to read for others to notice, where the event loop does it.
+# Parsing a larger body on the event loop would delay other requests noticeably.
 _LARGE_BYTES = 2**16
 _READERS = 2
 
 
-class State(StrEnum):
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
-
-
 class App:
-    """Called with an exchange, from the event loop; it never waits."""
+    """The application that servers call with each exchange, on the event loop; it never blocks."""
 
     def __init__(
         self,
-        models: Models,
+        models: ModelRegistry,
         metrics: Metrics,
-        keys: Keys,
-        watchers: Sequence[Watcher] = (),
+        keys: ApiKeys,
+        listeners: Sequence[RequestListener] = (),
         *,
-        hang_s: float = 60.0,
+        stall_timeout_s: float = 60.0,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.models = models
         self.metrics = metrics
         self.keys = keys
-        self.state = State.STARTING
-        self._watchers = (metrics.on_seen, *watchers)
-        self._hang_s = hang_s
+        # Whether all models are loaded and the server is not shutting down.
+        self.is_ready = False
+        self._listeners = (metrics.on_request, *listeners)
+        self._stall_timeout_s = stall_timeout_s
         self._on_close = on_close
         self._readers = ThreadPoolExecutor(_READERS, "read")
-        self._router = Router([route for routes in PROTOCOLS for route in routes] + operations.routes(self))
-
-    @property
-    def is_ready(self) -> bool:
-        return self.state is State.READY
+        self._router = Router([route for routes in PROTOCOLS for route in routes] + health.routes(self))
+        self.routes = self._router.routes
 
     def is_alive(self) -> bool:
-        """Not where a session has been running for longer than any batch may take."""
+        """Return whether no batch or decode step has run for longer than the stall timeout."""
         now = time.monotonic()
-        return all(served.engine.hung_s(now) < self._hang_s for served in self.models)
-
-    @property
-    def routes(self) -> tuple[Route, ...]:
-        return self._router.routes
+        return all(model.engine.stalled_for_s(now) < self._stall_timeout_s for model in self.models)
 
     def __call__(self, exchange: Exchange) -> None:
         exchange.watch = self.watch
@@ -91,17 +79,17 @@ class App:
     def _read(self, exchange: Exchange) -> None:
         self._answer(exchange)
         if exchange.is_closed and exchange.on_close is not None:
-            # The client may have left before there was anything to withdraw.
+            # The client may have disconnected before there was anything to cancel.
             exchange.on_close()
 
     def _answer(self, exchange: Exchange) -> None:
         try:
             route, names = self._router.find(exchange.method, exchange.path)
-            exchange.tell, exchange.status = route.tell, route.status
+            exchange.error_body, exchange.error_status = route.error_body, route.error_status
             if not route.is_open:
                 self.keys.check(exchange.headers.get("authorization", ""))
-            call = Call(exchange, self.models, names)
-            once_more(route.handle, call)
+            call = HttpCall(exchange, self.models, names)
+            retry_if_retired(route.handle, call)
         except NotFoundError as error:
             exchange.reply(error.response())
         except HastenError as error:
@@ -111,35 +99,35 @@ class App:
             exchange.fail(StageError("the server failed on this request; its log says why"))
 
     def refusal(self, method: str, path: str, headers: Mapping[str, str]) -> Response | None:
-        """Of a request whose body is still to come, and is large: what it is not read for."""
+        """Return the error of a request whose large body need not be read, or None to read it."""
         try:
             route, _ = self._router.find(method, path)
         except NotFoundError as error:
             return error.response()
         try:
             if route.is_open:
-                raise TooLargeError(f"{path} takes no body")
+                raise TooLargeError(f"{path} does not accept a body")
             self.keys.check(headers.get("authorization", ""))
         except HastenError as error:
-            return failure(error, route.tell, route.status)
+            return error_response(error, route.error_body, route.error_status)
         return None
 
-    def watch(self, seen: Seen) -> None:
-        """From any thread."""
-        for watcher in self._watchers:
-            self.metrics.later.add(partial(watcher, seen))
+    def watch(self, record: RequestRecord) -> None:
+        """Pass the record of an answered request to metrics, logs and traces. Thread-safe."""
+        for listener in self._listeners:
+            self.metrics.deferred.add(partial(listener, record))
 
     def close(self, drain_s: float) -> bool:
-        """Answer what was taken, then stop; whether all of it was answered in time."""
+        """Drain and close all models; return whether all requests were answered in time."""
         is_done = self.models.close(drain_s)
-        self.metrics.later.do()
+        self.metrics.deferred.run()
         self._on_close()
         return is_done
 
 
-def once_more(ask: Callable[[Asked], Found], asked: Asked) -> Found:
-    """Where a model is replaced between being found and being asked, the one in its place is asked."""
+def retry_if_retired(handle: Callable[[Argument], Result], argument: Argument) -> Result:
+    """Call a handler again if its model was replaced between lookup and submission."""
     try:
-        return ask(asked)
+        return handle(argument)
     except RetiredError:
-        return ask(asked)
+        return handle(argument)

@@ -1,4 +1,4 @@
-"""The application for any ASGI server: uvicorn, hypercorn, Ray Serve. `hasten serve` itself speaks HTTP without it."""
+"""Run the application in an ASGI server such as uvicorn, hypercorn or Ray Serve. `hasten serve` does not use it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from urllib.parse import quote
 
 from hasten.core.errors import TooLargeError
 from hasten.server.app import App
-from hasten.server.connections import HttpLimits
-from hasten.server.exchange import REQUEST_ID, Exchange, Response, Streamed, has_large_body
-from hasten.server.run import http_limits, keep_time, load_models, make_app
+from hasten.server.http.exchange import REQUEST_ID, Exchange, Response, StreamedResponse, has_large_body
+from hasten.server.http.state import HttpLimits
+from hasten.server.http.stream import Stream
+from hasten.server.run import http_limits, load_models, make_app, run_periodic_tasks
 from hasten.server.settings import Settings
-from hasten.server.stream import Stream
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -22,175 +22,168 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 def from_environment() -> Asgi:
-    """`HASTEN_BUNDLES=sst2 uvicorn --factory hasten.server.asgi:from_environment`"""
+    """Return the application that the environment configures.
+
+    Usage: `HASTEN_BUNDLES=sst2 uvicorn --factory hasten.server.asgi:from_environment`
+    """
     settings = Settings.read({})
     app = make_app(settings)
     load_models(app, settings)
-    return Asgi(app, http_limits(settings), lambda: app.close(settings.drain))
+    return Asgi(app, http_limits(settings), lambda: app.close(settings.drain_timeout))
 
 
 class Asgi:
+    """An ASGI application. `inner` is the application that `app` wraps, if it is not an `App` itself."""
+
     def __init__(
         self,
         app: Callable[[Exchange], None],
         limits: HttpLimits | None = None,
         on_close: Callable[[], object] = lambda: None,
-        behind: App | None = None,
+        inner: App | None = None,
         *,
-        names_requests: bool = True,
+        adds_request_id: bool = True,
     ) -> None:
         self._app = app
         self._on_close = on_close
-        # The application that `app` leads to, where it is not that itself.
-        self._behind = app if isinstance(app, App) else behind
-        # Not where the server in front answers with the request's name itself.
-        self._names_requests = names_requests
+        self._inner = app if isinstance(app, App) else inner
+        # False if the ASGI server adds the request id to responses itself.
+        self._names_requests = adds_request_id
         self._limits = limits or HttpLimits()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            clock = asyncio.ensure_future(keep_time(self._behind)) if self._behind else None
-            await _live(receive, send, self._on_close)
-            if clock is not None:
-                clock.cancel()
+            await self._run_lifespan(receive, send)
         elif scope["type"] == "http":
             await self._answer(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1003})
 
+    async def _run_lifespan(self, receive: Receive, send: Send) -> None:
+        clock = asyncio.ensure_future(run_periodic_tasks(self._inner)) if self._inner else None
+        await receive()  # lifespan.startup
+        await send({"type": "lifespan.startup.complete"})
+        await receive()  # lifespan.shutdown
+        # Confirmed only afterwards: the ASGI server may then end the process.
+        await asyncio.to_thread(self._on_close)
+        await send({"type": "lifespan.shutdown.complete"})
+        if clock is not None:
+            clock.cancel()
+
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Response] = loop.create_future()
 
-        def give(response: Response) -> None:
+        def set_answer(response: Response) -> None:
             if not answer.done():
                 answer.set_result(response)
 
         def reply(response: Response) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(give, response)
+                loop.call_soon_threadsafe(set_answer, response)
 
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         query, limit = scope["query_string"].decode("latin-1"), self._limits.body_bytes
         exchange = Exchange(scope["method"], quote(scope["path"]), query, headers, b"", reply, limit)
         try:
-            if not await self._is_refused(exchange, receive):
+            if await self._is_accepted(exchange, receive):
                 self._app(exchange)
         except ConnectionResetError:
             return
-        gone = asyncio.ensure_future(_until_gone(receive))
-        both: list[asyncio.Future[Any]] = [answer, gone]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
+        events: list[asyncio.Future[Any]] = [answer, disconnected]
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         try:
-            await self._send(exchange, send, answer, gone)
+            await self._send(exchange, send, answer, disconnected)
         finally:
-            gone.cancel()
+            disconnected.cancel()
 
     async def _send(
-        self, exchange: Exchange, send: Send, answer: asyncio.Future[Response], gone: asyncio.Future[None]
+        self, exchange: Exchange, send: Send, answer: asyncio.Future[Response], disconnected: asyncio.Future[None]
     ) -> None:
         if not answer.done():
-            exchange.leave()
+            exchange.disconnect()
             return
         response, has_body = answer.result(), exchange.method != "HEAD"
         head = _head(response, exchange.id if self._names_requests else "")
-        if isinstance(response, Streamed):
-            is_whole = False
+        if isinstance(response, StreamedResponse):
+            is_complete = False
             try:
                 await send(head)
-                is_whole = await _send_parts(send, response.stream, gone, has_body=has_body)
+                is_complete = await _send_parts(send, response.stream, disconnected, has_body=has_body)
             finally:
-                # The server in front, which was not told that it has all, closes the connection.
-                if not is_whole:
-                    response.stream.cut()
-                    exchange.leave()
-            if not is_whole:
+                # The ASGI server closes the connection of an incomplete response.
+                if not is_complete:
+                    response.stream.discard()
+                    exchange.disconnect()
+            if not is_complete:
                 return
             response = Response(response.stream.status, b"")
         else:
             await send(head)
             await send({"type": "http.response.body", "body": response.body if has_body else b""})
-        exchange.was_sent(response)
+        exchange.record(response)
 
-    async def _is_refused(self, exchange: Exchange, receive: Receive) -> bool:
-        """Whether its body, which is read here, is too large, or not even looked at."""
-        behind, limit = self._behind, self._limits.body_bytes
-        exchange.watch = behind.watch if behind else None
-        if behind and has_large_body(exchange.headers):
-            refusal = behind.refusal(exchange.method, exchange.path, exchange.headers)
-            if refusal is not None:
-                exchange.reply(refusal)
-                return True
-        body = await self._body(receive)
-        if body is None:
-            exchange.fail(TooLargeError(f"the body is larger than {limit} bytes"))
-            return True
-        exchange.body = body
-        return False
-
-    async def _body(self, receive: Receive) -> bytes | None:
-        """None where there is more of it than is allowed."""
+    async def _is_accepted(self, exchange: Exchange, receive: Receive) -> bool:
+        """Read the body and return True, or reject the request if its body is too large or would not be used."""
+        inner, limit = self._inner, self._limits.body_bytes
+        exchange.watch = inner.watch if inner else None
+        if inner and has_large_body(exchange.headers):
+            rejection = inner.refusal(exchange.method, exchange.path, exchange.headers)
+            if rejection is not None:
+                exchange.reply(rejection)
+                return False
         chunks: list[bytes] = []
-        size = 0
-        while True:
+        size, has_more = 0, True
+        while has_more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ConnectionResetError
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
-            if size > self._limits.body_bytes:
-                return None
-            if not message.get("more_body", False):
-                return b"".join(chunks)
+            if size > limit:
+                exchange.fail(TooLargeError(f"the body is larger than {limit} bytes"))
+                return False
+            has_more = message.get("more_body", False)
+        exchange.body = b"".join(chunks)
+        return True
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _head(response: Response, request: str) -> Message:
+def _head(response: Response, request_id: str) -> Message:
     headers = {
         "content-type": response.content_type,
-        # How long one in parts is, is not known yet; the server in front knows how to tell where it ends.
-        **({} if isinstance(response, Streamed) else {"content-length": str(len(response.body))}),
+        # The length of a stream is not known yet; the ASGI server frames it.
+        **({} if isinstance(response, StreamedResponse) else {"content-length": str(len(response.body))}),
         **response.headers,
-        **({REQUEST_ID: request} if request else {}),
+        **({REQUEST_ID: request_id} if request_id else {}),
     }
     encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     return {"type": "http.response.start", "status": response.status, "headers": encoded}
 
 
-async def _send_parts(send: Send, stream: Stream, gone: asyncio.Future[None], *, has_body: bool) -> bool:
-    """Whether all was sent before the client left, or did not take it."""
-    loop, news = asyncio.get_running_loop(), asyncio.Event()
+async def _send_parts(send: Send, stream: Stream, disconnected: asyncio.Future[None], *, has_body: bool) -> bool:
+    """Send the stream, and return whether all of it was sent; not if the client disconnects or reads too slowly."""
+    loop, has_news = asyncio.get_running_loop(), asyncio.Event()
 
     def wake() -> None:
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(news.set)
+            loop.call_soon_threadsafe(has_news.set)
 
     stream.follow(wake)
-    gone.add_done_callback(lambda _: news.set())
-    is_over = False
-    while not is_over:
-        data, is_over = stream.take()
-        if (gone.done() and not is_over) or stream.is_overfull:
+    disconnected.add_done_callback(lambda _: has_news.set())
+    is_ended = False
+    while not is_ended:
+        data, is_ended = stream.read()
+        if (disconnected.done() and not is_ended) or stream.is_overfull:
             return False
-        if data or is_over:
-            await send({"type": "http.response.body", "body": data if has_body else b"", "more_body": not is_over})
-        if not is_over:
-            await news.wait()
-            news.clear()
+        if data or is_ended:
+            await send({"type": "http.response.body", "body": data if has_body else b"", "more_body": not is_ended})
+        if not is_ended:
+            await has_news.wait()
+            has_news.clear()
     return True
-
-
-async def _live(receive: Receive, send: Send, on_close: Callable[[], object]) -> None:
-    while True:
-        message = await receive()
-        if message["type"] == "lifespan.startup":
-            await send({"type": "lifespan.startup.complete"})
-        else:
-            # Told when it is so: whoever hears it may end the process.
-            await asyncio.to_thread(on_close)
-            await send({"type": "lifespan.shutdown.complete"})
-            return

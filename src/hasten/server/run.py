@@ -1,4 +1,4 @@
-"""The server's process: sockets, an event loop, models opened, and an orderly end."""
+"""The server process: sockets, event loop, model loading, signals and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -14,52 +14,53 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hasten.bundle import open_bundle
 from hasten.core.errors import PlanError, UnavailableError, missing_package
-from hasten.core.hardware import usable_cores
-from hasten.server import logs
-from hasten.server.app import App, State
-from hasten.server.connections import Connections, HttpLimits
-from hasten.server.fairness import Turns
-from hasten.server.keys import Keys
-from hasten.server.metrics import Metrics
-from hasten.server.models import Model, Models
-from hasten.server.queue import Limits
-from hasten.server.reload import Changes
-from hasten.server.served import ModelSettings, Served
-from hasten.server.served_writer import ServedWriter, writes
-from hasten.server.settings import Settings, bundles_in, unknown_variables
-from hasten.server.supervise import Heart
-from hasten.server.tracing import Tracer, is_configured
-from hasten.server.watch import Watcher
+from hasten.core.system.hardware import usable_cores
+from hasten.families import family_of_bundle
+from hasten.server.app import App
+from hasten.server.auth import ApiKeys
+from hasten.server.http.connection import Connection
+from hasten.server.http.state import HttpLimits, HttpState
+from hasten.server.models.registry import Model, ModelRegistry
+from hasten.server.models.reload import ReloadWatcher
+from hasten.server.request_records import RequestListener
+from hasten.server.scheduling.core_scheduler import CoreScheduler
+from hasten.server.settings import Settings, find_bundles, unknown_variables
+from hasten.server.telemetry import logs
+from hasten.server.telemetry.metrics import Metrics
+from hasten.server.telemetry.tracing import Tracer, is_configured
 
 logger = logging.getLogger("hasten")
 
-# The exit code of a process whose session hangs.
-HUNG = 70
-_BEAT_S = 1.0
-# How late whoever waits may be told that its time is over.
+# The exit code of a process with a stalled session.
+EXIT_STALLED = 70
+_LIVENESS_CHECK_S = 1.0
+# The delay after which an expired request is answered at the latest.
 _TICK_S = 0.02
-# Objects made and not freed before the garbage collector looks through them; requests leave it next to nothing.
-_COLLECT_AFTER = (50_000, 20, 100)
-# Clients that are busy on a connection send their next request within this, and are told that it was the last.
+# Allocations before the garbage collector runs; requests leave it next to nothing to collect.
+_GC_THRESHOLD = (50_000, 20, 100)
+# Busy keep-alive clients send their next request within this time and learn from its answer that it was the last.
 _LINGER_S = 0.5
-# For the last answers by gRPC to be sent.
+# Time to send the last gRPC answers.
 _FLUSH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
+    """The addresses that the server listens on."""
+
     http: str
     grpc: str | None
 
 
 def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: None) -> None:
-    """Until SIGTERM or SIGINT, and then until all that was taken is answered."""
+    """Serve until SIGTERM or SIGINT, then answer the open requests and return."""
     for package in ("httptools", "uvloop"):
         if find_spec(package) is None:
             raise missing_package(package, "serving", "serve")
@@ -68,98 +69,101 @@ def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: No
     _allow_connections()
     app = make_app(settings)
     if not app.keys and not _is_local(settings.host):
-        logger.warning("anyone who reaches %s may ask: no API keys are set (--key-file)", settings.host)
+        logger.warning("%s is open to everyone who can reach it: no API keys are set (--api-key-file)", settings.host)
     uvloop.run(_Process(app, settings).run(on_ready))
 
 
 def make_app(settings: Settings) -> App:
-    """The application, still without its models; for any server that drives it."""
+    """Return the application without its models, for our own HTTP server or an ASGI server."""
     for problem in unknown_variables(os.environ):
         logger.warning("%s", problem)
-    metrics, about = Metrics(), _model_settings(settings)
-    turns = Turns(max(usable_cores(), (settings.instances or 1) * (settings.threads or 1)))
+    metrics = Metrics()
+    scheduler = CoreScheduler(max(usable_cores(), (settings.instances or 1) * (settings.threads or 1)))
 
-    def open_model(path: Path, name: str, before: Model | None) -> Model:
-        # As many sessions as it has: among others' requests they cannot be measured, nor would those like it.
-        chosen = about if before is None else replace(about, instances=before.instances)
-        # What is read of it is held against its hash: the other variants need not be.
+    def open_model(path: Path, name: str, old: Model | None) -> Model:
+        # Keep the number of sessions: measuring it under load would be wrong and would slow down other requests.
+        chosen = settings if old is None else replace(settings, instances=old.instances)
+        # Hashes are checked for the files that are read; those of other variants need no check.
         bundle = open_bundle(path)
-        if writes(bundle):
-            return ServedWriter(name, bundle, chosen, turns, metrics.of_writer(name))
-        return Served(name, bundle, chosen, turns, metrics.of(name))
+        return family_of_bundle(bundle).serve(name, bundle, chosen, scheduler, metrics)
 
-    models = Models(open_model, drain_s=max(settings.drain, settings.timeout))
+    models = ModelRegistry(open_model, drain_s=max(settings.drain_timeout, settings.timeout))
     metrics.follow(models)
-    watchers: list[Watcher] = [logs.access_log()] if settings.logs_requests else []
-    keys = Keys.read(settings.key_file)
+    listeners: list[RequestListener] = [logs.log_request] if settings.logs_requests else []
+    keys = ApiKeys.read(settings.api_key_file)
     if not is_configured():
-        return App(models, metrics, keys, watchers, hang_s=settings.hang)
+        return App(models, metrics, keys, listeners, stall_timeout_s=settings.stall_timeout)
     tracer = Tracer()
-    return App(models, metrics, keys, [*watchers, tracer], hang_s=settings.hang, on_close=tracer.close)
+    listeners.append(tracer)
+    return App(models, metrics, keys, listeners, stall_timeout_s=settings.stall_timeout, on_close=tracer.close)
 
 
 def bundle_paths(settings: Settings) -> dict[str, Path]:
-    """By the names of their directories; of a link its own, so that what it leads to may change."""
-    given = [path for bundle in settings.bundles for path in bundles_in(Path(bundle).expanduser())]
-    paths = {(path.resolve() if path.name in ("", "..") else path).name: path for path in given}
-    if len(paths) < len(given):
-        raise PlanError("two bundles have the same name", hint="models go by the names of their directories")
+    """Return the bundles by directory name; a symbolic link keeps its own name, so that its target may change."""
+    candidates = [path for bundle in settings.bundles for path in find_bundles(Path(bundle).expanduser())]
+    paths = {(path.resolve() if path.name in ("", "..") else path).name: path for path in candidates}
+    if len(paths) < len(candidates):
+        raise PlanError("two bundles have the same name", hint="models are named after their directories; rename one")
     return paths
 
 
 def load_models(app: App, settings: Settings) -> None:
-    """Open, warm and test each; from then on it is asked, and the server is ready when all are."""
+    """Load, warm up and check all models; each serves requests at once, and the server is ready after the last."""
     for name, path in bundle_paths(settings).items():
         app.models.load(path, name)
-    # What is there now stays: looking through it again would stop all threads, for every large request.
+    # These objects live as long as the process: collecting them again would stop all threads at each large request.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_COLLECT_AFTER)
-    app.state = State.READY
+    gc.set_threshold(*_GC_THRESHOLD)
+    app.is_ready = True
 
 
-async def keep_time(app: App) -> None:
-    """Whoever waits in a queue is told when its time is over, whatever the sessions do; what is done is recorded."""
+async def run_periodic_tasks(app: App) -> None:
+    """Fail expired requests, even while all sessions are busy, and record the answered ones."""
     while True:
         await asyncio.sleep(_TICK_S)
-        app.metrics.later.do()
+        app.metrics.deferred.run()
         now = time.monotonic()
-        for served in app.models:
-            if served.engine.waiting:
-                served.engine.expire(now)
+        for model in app.models:
+            if model.engine.waiting:
+                model.engine.expire(now)
 
 
 class _Process:
     def __init__(self, app: App, settings: Settings) -> None:
         self._app = app
         self._settings = settings
-        self._connections = Connections(app, http_limits(settings), app.refusal, app.watch)
+        self._connections = HttpState(app, http_limits(settings), app.refusal, app.watch)
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_loading = True
         self._reloading = 0
 
     async def run(self, on_ready: Callable[[Addresses], None]) -> None:
         settings, loop = self._settings, asyncio.get_running_loop()
         self._app.models.expect(bundle_paths(settings))
-        changes = Changes(self._app.models, lambda: bundle_paths(settings))
+        changes = ReloadWatcher(self._app.models, lambda: bundle_paths(settings))
         certificate = _tls(settings)
         server = await self._listen(certificate)
         host, port = server.sockets[0].getsockname()[:2]
         grpc = self._grpc(port)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)
-        loop.add_signal_handler(signal.SIGHUP, lambda: self._begin(self._reload_all(changes)))
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._start_task(self._reload_all(changes)))
         scheme = "http" if certificate is None else "https"
-        addresses = Addresses(f"{scheme}://{_written(host)}:{port}", grpc and f"{_written(host)}:{grpc.port}")
-        logger.info("listening on %s; the models are being loaded", addresses.http)
+        addresses = Addresses(f"{scheme}://{_bracketed(host)}:{port}", grpc and f"{_bracketed(host)}:{grpc.port}")
+        logger.info("listening on %s; loading models", addresses.http)
         try:
-            await self._load()
+            try:
+                await loop.run_in_executor(None, load_models, self._app, settings)
+            finally:
+                self._is_loading = False
             if grpc is not None:
-                grpc.tell(is_ready=True)
-            self._begin(self._watch_over(Heart.inherited(), grpc))
-            self._begin(keep_time(self._app))
-            if settings.watch is not None:
-                self._begin(self._reload_every(changes, settings.watch))
+                grpc.report(is_ready=True)
+            self._start_task(self._exit_if_stalled(grpc))
+            self._start_task(run_periodic_tasks(self._app))
+            if settings.reload_interval is not None:
+                self._start_task(self._reload_every(changes, settings.reload_interval))
             logger.info("ready")
             on_ready(addresses)
             await self._stopping.wait()
@@ -168,22 +172,11 @@ class _Process:
             if grpc is not None:
                 grpc.stop(0)
 
-    async def _load(self) -> None:
-        loading = asyncio.get_running_loop().run_in_executor(None, load_models, self._app, self._settings)
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        both: list[asyncio.Future[Any]] = [loading, stopping]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not loading.done():
-            # Nothing was promised to anyone yet.
-            os._exit(0)
-        stopping.cancel()
-        loading.result()
-
     async def _listen(self, certificate: ssl.SSLContext | None) -> asyncio.Server:
         settings = self._settings
         try:
             return await asyncio.get_running_loop().create_server(
-                self._connections,
+                partial(Connection, self._connections),
                 settings.host,
                 settings.port,
                 backlog=2048,
@@ -191,58 +184,56 @@ class _Process:
                 ssl_handshake_timeout=None if certificate is None else settings.read_timeout,
             )
         except OSError as error:
-            where = f"{_written(settings.host)}:{settings.port}"
+            address = f"{_bracketed(settings.host)}:{settings.port}"
             is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
-            hint = "--port takes another" if is_port else "--host takes an address of this machine, or 0.0.0.0 for all"
-            raise UnavailableError(f"cannot listen on {where}: {error.strerror or error}", hint=hint) from error
+            hint = "choose another --port" if is_port else "choose a --host of this machine, or 0.0.0.0 for all"
+            raise UnavailableError(f"cannot listen on {address}: {error.strerror or error}", hint=hint) from error
 
     def _grpc(self, port: int) -> Any | None:
         settings = self._settings
         if not settings.grpc:
             return None
-        # Its core writes lines of its own to stderr, which nothing that reads our log understands.
+        # The gRPC core writes lines to stderr that are not in our log format.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         if find_spec("grpc") is None and settings.grpc_port is None:
-            logger.warning("gRPC is not served: the package 'grpcio' is not installed (pip install 'hasten[serve]')")
+            logger.warning("gRPC is disabled: the package 'grpcio' is not installed (pip install 'hasten[serve]')")
             return None
-        from hasten.server.grpc_v2 import GrpcServer
+        from hasten.server.grpc.server import GrpcServer
 
         chosen = settings.grpc_port if settings.grpc_port is not None else (port + 1 if settings.port else 0)
-        pair = None
-        if settings.tls_key is not None and settings.tls_cert is not None:
-            pair = settings.tls_key, settings.tls_cert
-        server = GrpcServer(self._app, f"{_written(settings.host)}:{chosen}", http_limits(settings), pair)
+        address, limits = f"{_bracketed(settings.host)}:{chosen}", self._connections.limits
+        server = GrpcServer(self._app, address, limits, settings.tls_key, settings.tls_cert)
         server.start()
         return server
 
-    # While it runs
-
     def _stop(self, number: int) -> None:
+        if self._is_loading:
+            os._exit(0)  # the server has not reported that it is ready
         if self._stopping.is_set():
-            os._exit(128 + number)  # asked twice: now
+            os._exit(128 + number)  # a second signal exits at once
         self._stopping.set()
 
-    def _begin(self, work: Any) -> None:
+    def _start_task(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _reload_all(self, changes: Changes) -> None:
-        """What SIGHUP asks for: bundles, and keys."""
+    async def _reload_all(self, changes: ReloadWatcher) -> None:
+        """Reload bundles and API keys on SIGHUP."""
         if not self._app.is_ready:
-            logger.warning("asked to reload while it starts or stops: nothing is")
+            logger.warning("SIGHUP ignored: the server is starting or stopping")
             return
-        if self._settings.key_file is not None:
+        if self._settings.api_key_file is not None:
             try:
-                self._app.keys = Keys.read(self._settings.key_file)
+                self._app.keys = ApiKeys.read(self._settings.api_key_file)
             except PlanError as error:
-                logger.error("the API keys stay as they were: %s", error)
+                logger.error("the API keys were not reloaded: %s", error)
             else:
-                logger.info("asked to reload: %d API keys are known", len(self._app.keys))
+                logger.info("reloaded %d API keys", len(self._app.keys))
         if not await self._reload(changes):
-            logger.info("asked to reload: no bundle has changed")
+            logger.info("reload: no bundle has changed")
 
-    async def _reload(self, changes: Changes) -> int:
+    async def _reload(self, changes: ReloadWatcher) -> int:
         if not self._app.is_ready:
             return 0
         self._reloading += 1
@@ -251,44 +242,42 @@ class _Process:
         finally:
             self._reloading -= 1
 
-    async def _reload_every(self, changes: Changes, seconds: float) -> None:
+    async def _reload_every(self, changes: ReloadWatcher, seconds: float) -> None:
         while True:
             await asyncio.sleep(seconds)
             await self._reload(changes)
 
-    async def _watch_over(self, heart: Heart, grpc: Any | None) -> None:
-        """A session that hangs cannot be stopped; a process can."""
+    async def _exit_if_stalled(self, grpc: Any | None) -> None:
+        """Exit once a session stalls: a session cannot be interrupted, but a supervisor can restart the process."""
         while self._app.is_alive():
-            if not heart.beat():
-                logger.error("the supervisor is gone: leaving")
-                self._stopping.set()
-            await asyncio.sleep(_BEAT_S)
+            await asyncio.sleep(_LIVENESS_CHECK_S)
         if grpc is not None:
-            grpc.tell(is_ready=False)
-        logger.critical("a session hangs: leaving, so that whoever supervises this process starts it again")
-        # Whoever asks for its health meanwhile is told.
-        await asyncio.sleep(2 * _BEAT_S)
-        self._app.metrics.later.do()
-        os._exit(HUNG)
-
-    # The end
+            grpc.report(is_ready=False)
+        logger.critical("a session has stalled: exiting with code 70, so that a supervisor restarts the process")
+        # Liveness probes fail in the meantime.
+        await asyncio.sleep(2 * _LIVENESS_CHECK_S)
+        self._app.metrics.deferred.run()
+        os._exit(EXIT_STALLED)
 
     async def _drain(self, server: asyncio.Server, grpc: Any | None) -> None:
-        """Take no new connections, answer what comes on those there are and tell that it was the last, then leave."""
+        """Close the sockets, answer the requests of open connections with `connection: close`, then stop."""
         begin = time.monotonic()
-        until = begin + self._settings.drain
-        logger.info("stopping: what was taken is answered first")
-        self._app.state = State.DRAINING
+        until = begin + self._settings.drain_timeout
+        logger.info("shutting down: answering open requests")
+        self._app.is_ready = False
         server.close()
         if grpc is not None:
-            grpc.stop(self._settings.drain)
+            grpc.stop(self._settings.drain_timeout)
         self._connections.is_draining = True
         while self._connections.open and time.monotonic() < min(until, begin + _LINGER_S):
             await asyncio.sleep(0.005)
         self._connections.drain()
         while self._connections.open:
             if time.monotonic() > until:
-                logger.warning("not all were answered, or took their answers, in %g s", self._settings.drain)
+                logger.warning(
+                    "not all requests were answered, or their answers read, within %g s",
+                    self._settings.drain_timeout,
+                )
                 self._connections.abort()
                 break
             await asyncio.sleep(0.005)
@@ -296,43 +285,23 @@ class _Process:
         loop = asyncio.get_running_loop()
         is_done = await loop.run_in_executor(None, self._app.close, left)
         if grpc is not None:
-            # All that was asked is answered: who still holds a call only watches, or has a stream without a request.
+            # All requests are answered: calls that are still open watch health or hold an idle stream.
             await loop.run_in_executor(None, grpc.stop(_FLUSH_S).wait)
         if not is_done or self._reloading:
-            # What still runs cannot be stopped, and nobody waits for it.
+            # Running batches cannot be interrupted, and no client waits for them.
             os._exit(0)
         for task in self._tasks:
             task.cancel()
 
 
-def _model_settings(settings: Settings) -> ModelSettings:
-    limits = Limits(
-        requests=settings.max_queue,
-        wait_s=settings.max_queue_time,
-        slowdown=settings.max_slowdown,
-    )
-    return ModelSettings(
-        variant=settings.variant,
-        instances=settings.instances,
-        threads=settings.threads,
-        max_wait_s=settings.max_wait / 1e6,
-        timeout_s=settings.timeout,
-        batch_tokens=settings.batch_tokens,
-        limits=limits,
-        items=settings.max_items,
-        tokens=settings.max_tokens,
-        slots=settings.slots,
-        written_tokens=settings.max_new_tokens,
-    )
-
-
 def http_limits(settings: Settings) -> HttpLimits:
+    """Return the limits of HTTP connections."""
     return HttpLimits(
         body_bytes=settings.max_body,
         read_s=settings.read_timeout,
         idle_s=settings.idle_timeout,
         connections=settings.max_connections,
-        held_bytes=max(HttpLimits().held_bytes, 4 * settings.max_body),
+        buffered_bytes=max(HttpLimits().buffered_bytes, 4 * settings.max_body),
     )
 
 
@@ -343,25 +312,24 @@ def _tls(settings: Settings) -> ssl.SSLContext | None:
         raise PlanError("TLS needs a certificate and its key", hint="--tls-cert FILE --tls-key FILE")
     for option, file in (("--tls-cert", settings.tls_cert), ("--tls-key", settings.tls_key)):
         if not file.is_file():
-            raise PlanError(f"there is no file {file}", hint=f"{option} names it")
+            raise PlanError(f"{option}: there is no file {file}")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")  # nobody is asked for one
-    except OSError as error:  # of TLS too
-        raise PlanError(
-            f"no certificate and key in {settings.tls_cert} and {settings.tls_key}: {error.strerror or error}",
-            hint="both in PEM form, the key without a password, and of that certificate",
-        ) from error
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")  # never prompt for a password
+    except OSError as error:  # includes ssl.SSLError
+        reason = f"cannot load {settings.tls_cert} and {settings.tls_key}: {error.strerror or error}"
+        hint = "use PEM files, with the key of that certificate and without a password"
+        raise PlanError(reason, hint=hint) from error
     return context
 
 
 def _allow_connections() -> None:
-    """Each is a file, and shells allow few."""
+    """Raise the limit of open files, which shells set low: each connection is one."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
 def _is_local(host: str) -> bool:
@@ -370,5 +338,5 @@ def _is_local(host: str) -> bool:
     return host == "localhost"
 
 
-def _written(host: str) -> str:
+def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""How to serve. Every option is a flag, an environment variable and a key of a TOML file; the first that is set counts.
+"""Server settings: each option is a flag, an environment variable and a key of a TOML file, in order of precedence.
 
 --max-queue 100        HASTEN_MAX_QUEUE=100        max_queue = 100
 """
@@ -11,251 +11,240 @@ import shlex
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
 from hasten.bundle.manifest import FILE, is_bundle
 from hasten.core.errors import HastenError, PlanError
+from hasten.core.options import Option, flag
 from hasten.core.plan import parse_duration
 from hasten.core.registry import did_you_mean
 
-_LAST_PORT = 65535
-# Variables that are no options: ours, those of the tests, and what Kubernetes tells of a service that is called hasten.
-_OTHERS = (
-    *("BUNDLES", "CONFIG", "API_KEYS", "CACHE", "HEARTBEAT"),
+_MAX_PORT = 65535
+# Other variables that begin with HASTEN_: read elsewhere, read by the tests, or set by Kubernetes for a service that is
+# named hasten.
+_OTHER_VARIABLES = (
+    *("BUNDLES", "CONFIG", "API_KEYS", "CACHE"),
     *("REAL_MODELS", "REAL_DATA", "TRITON_ENV", "RAY_ENV", "KSERVE_ENV"),
 )
-_KUBERNETES = ("SERVICE_", "PORT_")
+_KUBERNETES_PREFIXES = ("SERVICE_", "PORT_")
 _BYTES = {"": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 
 
-def _whole(text: str) -> int:
+def _parse_int(text: str) -> int:
     if not text.isdecimal():
         raise PlanError(f"'{text}' is not a whole number")
     return int(text)
 
 
-def _count(text: str) -> int:
-    if (number := _whole(text)) < 1:
-        raise PlanError("it must be at least 1")
+def _parse_count(text: str) -> int:
+    if (number := _parse_int(text)) < 1:
+        raise PlanError("the value must be at least 1")
     return number
 
 
-def _port(text: str) -> int:
-    if (number := _whole(text)) > _LAST_PORT:
-        raise PlanError(f"there is no port {number}")
+def _parse_port(text: str) -> int:
+    if (number := _parse_int(text)) > _MAX_PORT:
+        raise PlanError(f"{number} is not a port: the highest is {_MAX_PORT}")
     return number
 
 
-def _size(text: str) -> int:
+def _parse_size(text: str) -> int:
     number = text.rstrip("BGKMbgkm")
     unit = text[len(number) :].upper()
     if not number.strip().isdecimal() or unit not in _BYTES:
         raise PlanError(f"'{text}' is not a size", hint="write 512KB, 32MB or 1GB")
-    return _count(number.strip()) * _BYTES[unit]
+    return _parse_count(number.strip()) * _BYTES[unit]
 
 
-def _factor(text: str) -> float:
+def _float(text: str) -> float:
+    """Return a number, or NaN, which is in no range."""
     try:
-        number = float(text)
+        return float(text)
     except ValueError:
-        number = 0.0
-    if not 1 < number < math.inf:
-        raise PlanError(f"'{text}' is not a number above 1", hint="write 3, or 2.5")
+        return math.nan
+
+
+def _parse_factor(text: str) -> float:
+    if not 1 < (number := _float(text)) < math.inf:
+        raise PlanError(f"'{text}' is not a number above 1", hint="write 3 or 2.5")
     return number
 
 
-def _share(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number <= 1:
-        raise PlanError(
-            f"'{text}' is not a share of a GPU, and a replica computes on one",
-            hint="write 1, or 0.5; --replicas for more",
-        )
+def _parse_fraction(text: str) -> float:
+    if not 0 < (number := _float(text)) <= 1:
+        hint = "write 1 or 0.5; use --replicas for more GPUs"
+        raise PlanError(f"'{text}' is not a fraction of a GPU: a replica uses at most one", hint=hint)
     return number
 
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """How many processes of a fleet; between the two, load decides."""
+    """The number of replicas of a Ray deployment; between the two counts it is autoscaled."""
 
-    least: int
+    min_count: int
     # None: as many as there is room for.
-    most: int | None
+    max_count: int | None
 
 
-def _replicas(text: str) -> Replicas:
+def _parse_replicas(text: str) -> Replicas:
     if text == "auto":
         return Replicas(1, None)
-    least, is_range, most = text.partition("-")
+    first, is_range, last = text.partition("-")
     try:
-        found = Replicas(_count(least), _count(most if is_range else least))
-        if found.most is not None and found.most < found.least:
-            raise PlanError(f"'{text}' ends before it begins")
+        replicas = Replicas(_parse_count(first), _parse_count(last if is_range else first))
+        if replicas.max_count is not None and replicas.max_count < replicas.min_count:
+            raise PlanError(f"'{text}' is not a range: the maximum is less than the minimum")
     except PlanError as error:
         raise PlanError(error.message, hint="write 2, 1-8 or auto") from error
-    return found
+    return replicas
 
 
-def _flag(text: str) -> bool:
+def _parse_bool(text: str) -> bool:
     known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if text.lower() not in known:
         raise PlanError(f"'{text}' is neither yes nor no")
     return known[text.lower()]
 
 
-def _time(text: str) -> float:
-    return parse_duration(text)
-
-
-def _microseconds(text: str) -> int:
+def _parse_microseconds(text: str) -> int:
     return 0 if text == "0" else round(parse_duration(text, "us") * 1e6)
 
 
-def _one_of(*known: str) -> Callable[[str], str]:
+def _parse_choice(*choices: str) -> Callable[[str], str]:
     def read(text: str) -> str:
-        if text not in known:
-            raise PlanError(f"'{text}' is none of {', '.join(known)}")
+        if text not in choices:
+            raise PlanError(f"'{text}' is not one of {', '.join(choices)}")
         return text
 
     return read
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """How a setting is read, and how `--help` tells of it."""
-
-    read: Callable[[str], Any]
-    metavar: str
-    what: str
-    group: str
-
-    @property
-    def is_flag(self) -> bool:
-        return self.read is _flag
-
-    def help(self, default: object) -> str:
-        if default is None or self.is_flag:
-            return self.what
-        units = {"TIME": lambda: f"{default:g}s", "SIZE": lambda: f"{int(str(default)) // 2**20}MB"}
-        return f"{self.what} (default: {units.get(self.metavar, lambda: default)()})"
-
-
-_WHERE, _MODELS, _LIMITS, _SAFETY, _LIFE = "where", "models", "limits", "who may ask", "operation"
-_FLEET = "on Ray"
+_ADDRESS, _MODELS, _LIMITS = "address", "models", "limits"
+_SECURITY, _OPERATION, _RAY = "security", "operation", "Ray Serve"
+_bool, _text = partial(Option, _parse_bool, ""), partial(Option, str)
+_count, _port = partial(Option, _parse_count, "N"), partial(Option, _parse_port, "N")
+_duration, _file = partial(Option, parse_duration, "TIME"), partial(Option, Path, "FILE")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
+    """All options of the server."""
+
     bundles: tuple[str, ...] = ()
 
-    host: Annotated[str, Option(str, "ADDRESS", "listen here", _WHERE)] = "127.0.0.1"
-    port: Annotated[int, Option(_port, "N", "for HTTP; 0: any that is free", _WHERE)] = 8000
-    grpc: Annotated[bool, Option(_flag, "", "whether to serve gRPC too", _WHERE)] = True
-    grpc_port: Annotated[int | None, Option(_port, "N", "for gRPC (default: the one after HTTP's)", _WHERE)] = None
+    host: Annotated[str, _text("ADDRESS", "address to listen on", _ADDRESS)] = "127.0.0.1"
+    port: Annotated[int, _port("HTTP port; 0 picks a free one", _ADDRESS)] = 8000
+    grpc: Annotated[bool, _bool("serve gRPC as well", _ADDRESS)] = True
+    grpc_port: Annotated[int | None, _port("gRPC port (default: HTTP port + 1)", _ADDRESS)] = None
 
-    variant: Annotated[str | None, Option(str, "NAME", "which to run (default: the fastest here)", _MODELS)] = None
-    instances: Annotated[int | None, Option(_count, "N", "sessions of each model (default: measured)", _MODELS)] = None
-    threads: Annotated[int | None, Option(_count, "N", "of each session (default: the cores shared out)", _MODELS)] = (
+    variant: Annotated[str | None, _text("NAME", "variant to run (default: the fastest that runs here)", _MODELS)] = (
         None
     )
-    max_wait: Annotated[
-        int, Option(_microseconds, "US", "wait so many microseconds, or 2ms, for more to batch", _MODELS)
+    instances: Annotated[int | None, _count("sessions per model (default: measured)", _MODELS)] = None
+    threads: Annotated[int | None, _count("threads per session (default: cores divided by sessions)", _MODELS)] = None
+    max_batch_delay: Annotated[
+        int,
+        Option(_parse_microseconds, "US", "wait up to US microseconds, or 2ms, for requests to batch", _MODELS),
     ] = 0
-    batch_tokens: Annotated[
-        int | None, Option(_count, "N", "of a batch (default: 512 a thread, 8192 on a GPU)", _MODELS)
+    max_batch_tokens: Annotated[
+        int | None, _count("token budget of a batch (default: 512 per thread, 8192 on a GPU)", _MODELS)
     ] = None
+    slots: Annotated[int, _count("sequences that a generative model decodes at once", _MODELS)] = 8
 
-    slots: Annotated[int, Option(_count, "N", "texts that a model writes at once", _MODELS)] = 8
-
-    max_queue: Annotated[int, Option(_count, "N", "more requests than this get 429", _LIMITS)] = 2048
-    max_queue_time: Annotated[float, Option(_time, "TIME", "so do those that would wait longer", _LIMITS)] = 5.0
+    max_queue: Annotated[int, _count("reject requests (429) once N are queued", _LIMITS)] = 2048
+    max_queue_time: Annotated[float, _duration("reject requests (429) whose estimated wait exceeds TIME", _LIMITS)] = (
+        5.0
+    )
     max_slowdown: Annotated[
-        float | None, Option(_factor, "N", "and those that would take N times as long as alone", _LIMITS)
+        float | None,
+        Option(
+            _parse_factor, "N", "reject requests (429) estimated to take more than N× their unloaded latency", _LIMITS
+        ),
     ] = None
-    max_body: Annotated[int, Option(_size, "SIZE", "larger bodies get 413", _LIMITS)] = 32 * 2**20
-    max_items: Annotated[int, Option(_count, "N", "texts of one request, at most", _LIMITS)] = 1024
-    max_tokens: Annotated[int, Option(_count, "N", "tokens of one request, at most", _LIMITS)] = 2**18
-    max_new_tokens: Annotated[int, Option(_count, "N", "tokens of one text that is written, at most", _LIMITS)] = 2048
-    max_connections: Annotated[int, Option(_count, "N", "at once, at most; others get 503", _LIMITS)] = 4096
-    read_timeout: Annotated[float, Option(_time, "TIME", "to receive a request, from its first byte", _LIMITS)] = 30.0
-    idle_timeout: Annotated[float, Option(_time, "TIME", "between two requests of a connection", _LIMITS)] = 75.0
+    max_body: Annotated[int, Option(_parse_size, "SIZE", "reject larger request bodies (413)", _LIMITS)] = 32 * 2**20
+    max_client_batch_size: Annotated[int, _count("reject requests (413) with more than N texts", _LIMITS)] = 1024
+    max_request_tokens: Annotated[int, _count("reject requests (413) with more than N input tokens", _LIMITS)] = 2**18
+    max_new_tokens: Annotated[int, _count("maximum number of tokens to generate per text", _LIMITS)] = 2048
+    max_connections: Annotated[int, _count("reject connections (503) while N are open", _LIMITS)] = 4096
+    read_timeout: Annotated[float, _duration("time to receive a request, from its first byte", _LIMITS)] = 30.0
+    idle_timeout: Annotated[float, _duration("close keep-alive connections that are idle for longer", _LIMITS)] = 75.0
     timeout: Annotated[
-        float, Option(_time, "TIME", "to answer, or to begin a stream, where a request does not say", _LIMITS)
+        float, _duration("time to answer, or to start a stream, if the request sets no timeout", _LIMITS)
     ] = 60.0
 
-    key_file: Annotated[Path | None, Option(Path, "FILE", "API keys, one a line (or HASTEN_API_KEYS)", _SAFETY)] = None
+    api_key_file: Annotated[Path | None, _file("file of API keys, one per line (or HASTEN_API_KEYS)", _SECURITY)] = None
+    tls_cert: Annotated[Path | None, _file("TLS certificate for HTTPS and gRPC, as PEM", _SECURITY)] = None
+    tls_key: Annotated[Path | None, _file("private key of the TLS certificate, as PEM", _SECURITY)] = None
 
-    tls_cert: Annotated[Path | None, Option(Path, "FILE", "a certificate: HTTPS and gRPC over TLS", _SAFETY)] = None
-    tls_key: Annotated[Path | None, Option(Path, "FILE", "the certificate's key", _SAFETY)] = None
+    drain_timeout: Annotated[float, _duration("time to answer open requests on shutdown", _OPERATION)] = 30.0
+    reload_interval: Annotated[
+        float | None, _duration("check for changed bundles every TIME (SIGHUP checks at once)", _OPERATION)
+    ] = None
+    stall_timeout: Annotated[float, _duration("exit with code 70 if a batch runs for longer", _OPERATION)] = 60.0
+    log_format: Annotated[
+        str, Option(_parse_choice("text", "json"), "FORMAT", "log format on stderr: text or json", _OPERATION)
+    ] = "text"
+    log_requests: Annotated[bool | None, _bool("log each request (default: in json)", _OPERATION)] = None
 
-    drain: Annotated[float, Option(_time, "TIME", "to answer what was taken, when stopped", _LIFE)] = 30.0
-    watch: Annotated[float | None, Option(_time, "TIME", "look so often for changed bundles (SIGHUP: now)", _LIFE)] = (
-        None
-    )
-    hang: Annotated[float, Option(_time, "TIME", "a batch that takes longer ends the process", _LIFE)] = 60.0
-    supervise: Annotated[bool, Option(_flag, "", "start it again when it dies or hangs", _LIFE)] = False
-    log: Annotated[str, Option(_one_of("text", "json"), "FORM", "text or json, to stderr", _LIFE)] = "text"
-    log_requests: Annotated[bool | None, Option(_flag, "", "a line for each request (default: in json)", _LIFE)] = None
-
-    on: Annotated[str, Option(_one_of("here", "ray"), "ENGINE", "what runs it: this process, or Ray Serve", _FLEET)] = (
-        "here"
-    )
+    runner: Annotated[
+        str, Option(_parse_choice("local", "ray"), "RUNNER", "local (this process) or ray (Ray Serve)", _RAY)
+    ] = "local"
     replicas: Annotated[
-        Replicas | None, Option(_replicas, "COUNT", "N, MIN-MAX as load asks for, or auto (default: 1)", _FLEET)
+        Replicas | None,
+        Option(_parse_replicas, "COUNT", "replicas: N, MIN-MAX (autoscaled) or auto (default: 1)", _RAY),
     ] = None
     gpus: Annotated[
         float | None,
         Option(
-            _share, "SHARE", "of a GPU for each replica: 0.5 puts two on one (default: 1 where it needs one)", _FLEET
+            *(_parse_fraction, "FRACTION"),
+            "fraction of a GPU per replica: 0.5 puts two on one (default: 1 if the variant needs a GPU)",
+            _RAY,
         ),
     ] = None
     max_models: Annotated[
-        int | None, Option(_count, "N", "a replica holds so many, and loads others when asked (default: all)", _FLEET)
+        int | None, _count("models that a replica holds; others are loaded on demand (default: all)", _RAY)
     ] = None
-    address: Annotated[str | None, Option(str, "ADDRESS", "a running cluster's (default: Ray is started)", _FLEET)] = (
-        None
-    )
-    write: Annotated[Path | None, Option(Path, "FILE", "do not run it: write the YAML for `serve deploy`", _FLEET)] = (
-        None
-    )
+    address: Annotated[
+        str | None, _text("ADDRESS", "address of a running Ray cluster (default: start a local one)", _RAY)
+    ] = None
+    write_config: Annotated[Path | None, _file("write the YAML for `serve deploy` instead of running it", _RAY)] = None
 
     @property
     def logs_requests(self) -> bool:
-        return self.log == "json" if self.log_requests is None else self.log_requests
+        """Return whether each request is logged."""
+        return self.log_format == "json" if self.log_requests is None else self.log_requests
 
     @classmethod
     def read(
-        cls, given: Mapping[str, object], environment: Mapping[str, str] = os.environ, file: Path | None = None
+        cls, arguments: Mapping[str, object], environment: Mapping[str, str] = os.environ, file: Path | None = None
     ) -> Settings:
-        """From what was given on the command line, the environment, and a file, in that order."""
+        """Read the settings from command-line arguments, the environment and a file, in this order of precedence."""
         if file is None and environment.get("HASTEN_CONFIG"):
             file = Path(environment["HASTEN_CONFIG"])
-        from_file = read_file(file) if file is not None else {}
-        found: dict[str, Any] = {}
+        from_file = _read_file(file) if file is not None else {}
+        values: dict[str, Any] = {}
         for name, option in OPTIONS.items():
             variable = f"HASTEN_{name.upper()}"
             sources = (
-                (flag(name), given.get(name)),
+                (flag(name), arguments.get(name)),
                 (variable, environment.get(variable) or None),
                 (f"{name} in {file}", from_file.get(name)),
             )
             source, value = next((pair for pair in sources if pair[1] is not None), ("", None))
             if value is not None:
-                found[name] = _read(option, value, source)
-        bundles = given.get("bundles") or _listed(environment) or from_file.get("bundles", [])
-        if not isinstance(bundles, list | tuple) or not all(isinstance(one, str) for one in bundles):
+                values[name] = _read_value(option, value, source)
+        bundles = arguments.get("bundles") or _bundles_from(environment) or from_file.get("bundles", [])
+        if not isinstance(bundles, list | tuple) or not all(isinstance(bundle, str) for bundle in bundles):
             raise PlanError(f"bundles in {file} is not a list of paths")
         if not bundles:
             raise PlanError("nothing to serve", hint="hasten serve BUNDLE …, HASTEN_BUNDLES, or bundles in a file")
-        settings = cls(bundles=tuple(bundles), **found)
-        if settings.grpc and settings.grpc_port is None and settings.port == _LAST_PORT:
-            raise PlanError(f"there is no port after {_LAST_PORT} for gRPC", hint="--grpc-port N, or --no-grpc")
+        settings = cls(bundles=tuple(bundles), **values)
+        if settings.grpc and settings.grpc_port is None and settings.port == _MAX_PORT:
+            raise PlanError(f"there is no port after {_MAX_PORT} for gRPC", hint="use --grpc-port N or --no-grpc")
         if settings.grpc and settings.grpc_port == settings.port != 0:
-            raise PlanError(f"HTTP and gRPC cannot share port {settings.port}", hint="--grpc-port takes another")
+            raise PlanError(f"HTTP and gRPC cannot share port {settings.port}", hint="choose another --grpc-port")
         return settings
 
 
@@ -266,55 +255,52 @@ OPTIONS: dict[str, Option] = {
 }
 
 
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """What is wrong with each that looks as if it were meant for us, and is not read."""
-    known = [f"HASTEN_{name.upper()}" for name in (*OPTIONS, *_OTHERS)]
-    ours = (name for name in environment if name.startswith("HASTEN_") and name not in known)
-    others = tuple(f"HASTEN_{prefix}" for prefix in _KUBERNETES)
+    """Return a message for each environment variable that begins with HASTEN_ and is not read."""
+    known = [f"HASTEN_{name.upper()}" for name in (*OPTIONS, *_OTHER_VARIABLES)]
+    ignored = tuple(f"HASTEN_{prefix}" for prefix in _KUBERNETES_PREFIXES)
     return [
-        f"{name} is set, and is no option{did_you_mean(name, known)}" for name in ours if not name.startswith(others)
+        f"{name} is set but is not an option{did_you_mean(name, known)}"
+        for name in environment
+        if name.startswith("HASTEN_") and name not in known and not name.startswith(ignored)
     ]
 
 
-def bundles_in(path: Path) -> list[Path]:
-    """A directory of bundles as the bundles in it; anything else as it is."""
+def find_bundles(path: Path) -> list[Path]:
+    """Return the bundles in a directory of bundles, or any other path itself."""
     if not path.is_dir() or is_bundle(path):
         return [path]
-    # One that is damaged too: it is not left out without a word.
-    found = [entry for entry in path.iterdir() if (entry / FILE).is_file() and not entry.name.startswith(".")]
-    return sorted(found) or [path]
+    # Damaged bundles are included: opening them reports the error.
+    bundles = [entry for entry in path.iterdir() if (entry / FILE).is_file() and not entry.name.startswith(".")]
+    return sorted(bundles) or [path]
 
 
-def read_file(file: Path) -> dict[str, Any]:
+def _read_file(file: Path) -> dict[str, Any]:
     try:
         document = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         hint = "--config, or HASTEN_CONFIG, names a TOML file"
-        raise PlanError(f"no settings at {file}: {error.strerror or error}", hint=hint) from error
+        raise PlanError(f"cannot read settings from {file}: {error.strerror or error}", hint=hint) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"{file} is not TOML: {error}") from error
     known = ["bundles", *OPTIONS]
     for name in document:
         if name not in known:
-            raise PlanError(f"{file} sets '{name}', which is no option{did_you_mean(name, known)}")
+            raise PlanError(f"{file} sets '{name}', which is not an option{did_you_mean(name, known)}")
     return document
 
 
-def _listed(environment: Mapping[str, str]) -> list[str]:
-    """As a shell would read them: with quotes around a space."""
+def _bundles_from(environment: Mapping[str, str]) -> list[str]:
+    """Split HASTEN_BUNDLES as a shell does, so that quoted paths may contain spaces."""
     try:
         return shlex.split(environment.get("HASTEN_BUNDLES", ""))
     except ValueError as error:
         raise PlanError(f"HASTEN_BUNDLES: {error}") from error
 
 
-def _read(option: Option, value: object, source: str) -> object:
+def _read_value(option: Option, value: object, source: str) -> object:
     if not isinstance(value, str | int | float):
-        raise PlanError(f"{source}: it is one value, not {type(value).__name__}")
+        raise PlanError(f"{source}: expected a single value, not {type(value).__name__}")
     try:
         return option.read(str(value))
     except HastenError as error:

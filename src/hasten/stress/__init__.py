@@ -1,1 +1,1 @@
-"""Load on a server: requests that come when they come, whether or not those before them were answered."""
+"""Open-loop load generation: requests are sent on schedule, whether or not earlier ones were answered."""

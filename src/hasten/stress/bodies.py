@@ -1,4 +1,4 @@
-"""What to ask, in the words of the path that is asked."""
+"""Request bodies for the protocol of each path."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import msgspec
 
 from hasten.core.errors import InputError
 
-# What a model of texts is asked; rows of other tasks are asked as they are, but for what they are judged by.
-_TEXTS = ("text", "text_pair")
-_NOT_ASKED = ("label", "labels", "answers", "id", "score", "tags")
+# Fields of tasks on texts; rows of other tasks are sent as they are, without the fields for evaluation.
+_TEXT_FIELDS = ("text", "text_pair")
+_EVALUATION_FIELDS = ("label", "labels", "answers", "id", "score", "tags")
 
 
 def body(path: str, row: Mapping[str, object], model: str) -> bytes:
-    """Of one row: a text, or an object with the fields of the task."""
-    names = _TEXTS if "text" in row else [name for name in row if name not in _NOT_ASKED]
-    asked = {name: row[name] for name in names if name in row}
-    given = asked["text"] if list(asked) == ["text"] else asked
-    named = {"model": model} if model else {}
+    """Return the body for one row: a text, or an object with the fields of the task."""
+    names = _TEXT_FIELDS if "text" in row else [name for name in row if name not in _EVALUATION_FIELDS]
+    fields = {name: row[name] for name in names if name in row}
+    inputs = fields["text"] if list(fields) == ["text"] else fields
+    model_field = {"model": model} if model else {}
     if path.startswith("/v2/"):
-        return msgspec.json.encode({"inputs": [_tensor(name, value) for name, value in asked.items()]})
+        texts = [value if isinstance(value, str) else msgspec.json.encode(value).decode() for value in fields.values()]
+        data = zip(fields, texts, strict=True)
+        tensors = [{"name": name, "shape": [1], "datatype": "BYTES", "data": [text]} for name, text in data]
+        return msgspec.json.encode({"inputs": tensors})
     if path == "/rerank":
-        return msgspec.json.encode({"query": row.get("query"), "texts": row.get("documents"), **named})
+        return msgspec.json.encode({"query": row.get("query"), "texts": row.get("documents"), **model_field})
     if path == "/v1/embeddings":
-        if not isinstance(given, str):
-            raise InputError("an embedding is of one text, and a row has more or none", hint='as in {"text": "…"}')
-        return msgspec.json.encode({"input": given, **named})
-    return msgspec.json.encode({"inputs": given, **named})
-
-
-def _tensor(name: str, value: object) -> dict[str, object]:
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    return {"name": name, "shape": [1], "datatype": "BYTES", "data": [text]}
+        if not isinstance(inputs, str):
+            raise InputError(
+                "an embedding request needs exactly one text per row", hint='write rows such as {"text": "…"}'
+            )
+        return msgspec.json.encode({"input": inputs, **model_field})
+    return msgspec.json.encode({"inputs": inputs, **model_field})

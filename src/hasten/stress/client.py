@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections that cost the one who measures little: each asks, waits, and is used again."""
+"""A lightweight HTTP/1.1 client with keep-alive connections, for measuring servers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import http.client
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,15 +15,14 @@ import msgspec
 
 from hasten.core.errors import PlanError, UnavailableError, missing_package
 
-# No answer at all: the connection was refused, broke, or was silent for too long.
+# Statuses of requests without an answer: the connection was refused or broke, or the time was over.
 BROKEN, SILENT = 0, -1
-_OVERLOADED = 429
-_SHOWN_CHARACTERS = 200
+_MAX_REASON_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """Where to ask, and with which headers beside those that every request has."""
+class StressTarget:
+    """The address of a server, and the headers to add to each request."""
 
     host: str
     port: int
@@ -31,15 +31,15 @@ class Target:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, url: str, path: str, headers: Mapping[str, str]) -> Target:
-        """`path` is where to ask if the address names none."""
+    def parse(cls, url: str, path: str, headers: Mapping[str, str]) -> StressTarget:
+        """Parse an address; `path` is the default path."""
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
             port = parts.port
         except ValueError:
             port = 0
         if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-            raise PlanError(f"'{url}' is no address", hint="write http://127.0.0.1:8000")
+            raise PlanError(f"'{url}' is not an HTTP address", hint="write http://127.0.0.1:8000")
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         return cls(parts.hostname, port or (443 if tls else 80), parts.path.rstrip("/") or path, tls, headers)
 
@@ -48,6 +48,7 @@ class Target:
         return f"{host}:{self.port}"
 
     def request(self, body: bytes) -> bytes:
+        """Return the bytes of a POST request."""
         lines = [
             f"POST {self.path} HTTP/1.1",
             f"host: {self}",
@@ -58,46 +59,47 @@ class Target:
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
     def probe(self, body: bytes, timeout_s: float) -> None:
-        """One request, to see whether anyone is there who answers it."""
-        if self.tls is None:
-            connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
-        else:
-            connection = http.client.HTTPSConnection(self.host, self.port, timeout=timeout_s, context=self.tls)
+        """Send one request, and raise an error if the server does not answer it."""
+        kind = (
+            http.client.HTTPConnection if self.tls is None else partial(http.client.HTTPSConnection, context=self.tls)
+        )
+        connection = kind(self.host, self.port, timeout=timeout_s)
         try:
             connection.request("POST", self.path, body, {"content-type": "application/json", **self.headers})
             answer = connection.getresponse()
             status, content = answer.status, answer.read()
         except (OSError, http.client.HTTPException) as error:
-            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            shown = why if why.isprintable() else "it does not speak HTTP/1.1"
-            raise UnavailableError(f"{self} gives no answer: {shown}", hint="is the server running there?") from error
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            shown = reason if reason.isprintable() else "it does not speak HTTP/1.1"
+            raise UnavailableError(f"{self} does not answer: {shown}", hint="check that the server runs") from error
         finally:
             connection.close()
-        if status not in (http.client.OK, _OVERLOADED):
-            raise UnavailableError(f"{self} answers {status} to POST {self.path}: {_reason(content)}")
+        if status not in (http.client.OK, http.client.TOO_MANY_REQUESTS):
+            raise UnavailableError(f"{self} answered POST {self.path} with {status}: {_reason(content)}")
 
 
-class Clients:
-    """As many connections as requests are under way."""
+class ClientPool:
+    """A pool of connections that grows with the number of requests in flight."""
 
-    def __init__(self, target: Target, timeout_s: float) -> None:
+    def __init__(self, target: StressTarget, timeout_s: float) -> None:
         try:
             import httptools
         except ImportError as error:
             raise missing_package("httptools", "load", "serve") from error
-        self._http = httptools
+        self.http = httptools
         self._target = target
         self._timeout_s = timeout_s
-        self._idle: list[_Client] = []
-        self._open: set[_Client] = set()
+        self.idle: list[_Client] = []
+        self.open: set[_Client] = set()
         self._opening: set[asyncio.Task[None]] = set()
+        # Connections opened so far.
         self.opened = 0
 
     def ask(self, request: bytes, on_answer: Callable[[int], None]) -> None:
-        """The status goes to `on_answer`, or `BROKEN`, or `SILENT`."""
-        while self._idle:
-            client = self._idle.pop()
-            if client.is_open:
+        """Send a request; `on_answer` receives the status, `BROKEN` or `SILENT`."""
+        while self.idle:
+            client = self.idle.pop()
+            if not client.transport.is_closing():
                 client.ask(request, on_answer, self._timeout_s)
                 return
         task = asyncio.ensure_future(self._open_and_ask(request, on_answer))
@@ -105,19 +107,18 @@ class Clients:
         task.add_done_callback(self._opening.discard)
 
     async def close(self) -> None:
-        for client in self._open:
-            client.close()
-        # With TLS a connection takes a few turns of the loop to end.
-        while self._open:
+        """Close all connections."""
+        for client in self.open:
+            client.transport.abort()
+        # A TLS connection takes a few iterations of the event loop to close.
+        while self.open:
             await asyncio.sleep(0)
 
     async def _open_and_ask(self, request: bytes, on_answer: Callable[[int], None]) -> None:
         target, loop = self._target, asyncio.get_running_loop()
         begin = loop.time()
         try:
-            opening = loop.create_connection(
-                lambda: _Client(self._http, self._idle, self._open), target.host, target.port, ssl=target.tls
-            )
+            opening = loop.create_connection(partial(_Client, self), target.host, target.port, ssl=target.tls)
             _, client = await asyncio.wait_for(opening, self._timeout_s)
         except TimeoutError:
             on_answer(SILENT)
@@ -129,54 +130,46 @@ class Clients:
 
 
 class _Client(asyncio.Protocol):
-    def __init__(self, http: Any, idle: list[_Client], open_: set[_Client]) -> None:
-        self._http = http
-        self._parser = http.HttpResponseParser(self)
-        self._idle, self._open = idle, open_
-        self._transport: Any = None
+    def __init__(self, pool: ClientPool) -> None:
+        self._pool = pool
+        self._parser = pool.http.HttpResponseParser(self)
+        self.transport: Any = None
         self._on_answer: Callable[[int], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def is_open(self) -> bool:
-        return not self._transport.is_closing()
-
     def ask(self, request: bytes, on_answer: Callable[[int], None], timeout_s: float) -> None:
         self._on_answer = on_answer
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._give_up)
-        self._transport.write(request)
-
-    def close(self) -> None:
-        self._transport.abort()
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._on_timeout)
+        self.transport.write(request)
 
     def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        self._open.add(self)
+        self.transport = transport
+        self._pool.open.add(self)
 
     def data_received(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
-        except self._http.HttpParserError:
-            self._transport.abort()
+        except self._pool.http.HttpParserError:
+            self.transport.abort()
 
     def on_message_complete(self) -> None:
-        status, is_kept = self._parser.get_status_code(), self._parser.should_keep_alive()
-        if is_kept:
-            self._idle.append(self)
+        status = self._parser.get_status_code()
+        if self._parser.should_keep_alive():
+            self._pool.idle.append(self)
         else:
-            self._transport.close()
-        # Last, since whoever hears of the answer may ask again at once.
-        self._answered(status)
+            self.transport.close()
+        # Last, since the callback may send the next request at once.
+        self._finish(status)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._open.discard(self)
-        self._answered(BROKEN)
+        self._pool.open.discard(self)
+        self._finish(BROKEN)
 
-    def _give_up(self) -> None:
-        self._answered(SILENT)
-        self._transport.abort()
+    def _on_timeout(self) -> None:
+        self._finish(SILENT)
+        self.transport.abort()
 
-    def _answered(self, status: int) -> None:
+    def _finish(self, status: int) -> None:
         if self._timer is not None:
             self._timer.cancel()
         on_answer, self._on_answer = self._on_answer, None
@@ -185,10 +178,10 @@ class _Client(asyncio.Protocol):
 
 
 def _reason(content: bytes) -> str:
-    """What a server says of an error: its own words where it has any, else the beginning of the page."""
+    """Return the error message of an answer, or else the beginning of its body."""
     try:
-        found = msgspec.json.decode(content, type=dict[str, Any]).get("error", "")
+        message = msgspec.json.decode(content, type=dict[str, Any]).get("error", "")
     except msgspec.MsgspecError:
-        found = ""
-    text = found if isinstance(found, str) and found else content.decode(errors="replace")
-    return " ".join(text.split())[:_SHOWN_CHARACTERS] or "nothing more is said"
+        message = ""
+    text = message if isinstance(message, str) and message else content.decode(errors="replace")
+    return " ".join(text.split())[:_MAX_REASON_CHARS] or "no message"

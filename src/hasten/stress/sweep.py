@@ -1,55 +1,58 @@
-"""The highest rate at which a server keeps a promise: doubled until it breaks, then narrowed down."""
+"""Search for the highest rate that meets a latency objective: double the rate until it fails, then bisect."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from hasten.stress.load import Run
+from hasten.stress.load import LoadResult
 
-# How close to the truth is close enough: the noise of a run of seconds is larger.
-_CLOSE = 1.1
-_LOWEST = 1.0
-_MOST_RUNS = 24
-# What is still to be answered when all was sent: a few percent of the run, or what a request takes anyway. Where more
-# comes than is answered it grows with the run, and shows here before a short run shows it in the times.
-_LEFT_OVER, _AS_USUAL = 0.05, 1.5
+# The search ends within this factor of the limit: the noise of a short run is larger.
+_PRECISION = 1.1
+_MIN_RATE = 1.0
+_MAX_RUNS = 24
+# Time to answer the requests that are open when the last was sent, as a share of the run and as a multiple of the
+# median latency. Beyond capacity the backlog grows with the run, and a short run shows it here before it shows in p99.
+_MAX_BACKLOG_SHARE, _MAX_BACKLOG_LATENCIES = 0.05, 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
+    """The result of a search."""
+
     objective_ms: float
-    # The fastest run that kept the objective; None where not even the slowest did.
-    best: Run | None
-    runs: tuple[Run, ...]
+    # The run with the highest rate that met the objective; None if no run did.
+    best: LoadResult | None
+    runs: tuple[LoadResult, ...]
 
 
-def keeps(run: Run, objective_ms: float) -> bool:
-    """Every request answered, as fast as they came, and 99 of 100 within the objective."""
-    left_over_s = run.seconds - run.duration_s
-    has_kept_up = left_over_s <= max(_LEFT_OVER * run.duration_s, _AS_USUAL * run.p50_ms / 1e3)
+def meets(run: LoadResult, objective_ms: float) -> bool:
+    """Return whether all requests were answered, without a growing backlog and with p99 within the objective."""
+    backlog_s = run.seconds - run.duration_s
+    has_kept_up = backlog_s <= max(_MAX_BACKLOG_SHARE * run.duration_s, _MAX_BACKLOG_LATENCIES * run.p50_ms / 1e3)
     return run.errors == 0 and run.p99_ms <= objective_ms and has_kept_up
 
 
-async def sweep(run_at: Callable[[float], Awaitable[Run]], rate: float, objective_ms: float) -> Sweep:
-    runs: list[Run] = []
-    best: Run | None = None
-    too_much: float | None = None
-    while len(runs) < _MOST_RUNS:
+async def sweep(run_at: Callable[[float], Awaitable[LoadResult]], rate: float, objective_ms: float) -> Sweep:
+    """Run at several rates, from this one on, and return the results."""
+    runs: list[LoadResult] = []
+    best: LoadResult | None = None
+    failed_rate: float | None = None
+    while len(runs) < _MAX_RUNS:
         run = await run_at(rate)
         runs.append(run)
-        if keeps(run, objective_ms):
+        if meets(run, objective_ms):
             best = run
         else:
-            too_much = rate
-        if too_much is None:
+            failed_rate = rate
+        if failed_rate is None:
             rate *= 2
         elif best is None:
             rate /= 2
-            if rate < _LOWEST:
+            if rate < _MIN_RATE:
                 break
-        elif too_much < _CLOSE * best.rate:
+        elif failed_rate < _PRECISION * best.rate:
             break
         else:
-            rate = (best.rate * too_much) ** 0.5
+            rate = (best.rate * failed_rate) ** 0.5
     return Sweep(objective_ms, best, tuple(runs))

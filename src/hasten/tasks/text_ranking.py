@@ -1,50 +1,55 @@
-"""How well a document answers a query: scores and rankings like those of sentence-transformers' CrossEncoder."""
+"""Score and rank documents for a query, like sentence-transformers' CrossEncoder."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 
 from hasten.core.errors import InputError
-from hasten.core.ranking import average_precision, ndcg, reciprocal_rank
 from hasten.core.report import Agreement, Metric
-from hasten.core.scores import CORRELATIONS, correlated
-from hasten.core.statistics import concordance, relative_error, spearman
 from hasten.core.tensors import BATCH, FloatArray, IntArray, Outputs
-from hasten.core.tokenizer import Tokenizer
-from hasten.tasks import Encoded, Row, TaskSpec, check_spread, checked_text, is_number, not_finite, read_options
-from hasten.tasks.sentence_similarity import chosen_prompt
+from hasten.core.text.input_checks import check_min, check_text, check_texts, list_items
+from hasten.core.text.tokenizer import Tokenizer
+from hasten.metrics.agreement import compare, find_non_finite
+from hasten.metrics.labels import CORRELATIONS, correlation
+from hasten.metrics.ranking import average_precision, ndcg, reciprocal_rank
+from hasten.metrics.statistics import concordance, spearman
+from hasten.tasks import Encoded, Row, Task, TaskSpec, narrow_rows, read_options
+from hasten.tasks._labels import check_spread, is_number, require_label
+from hasten.tasks.sentence_similarity import resolve_prompt
 from hasten.tasks.text_classification import TASK as CLASSIFICATION
 from hasten.tasks.text_classification import Scoring, apply_scoring
 
 LOGITS = "logits"
 _HINT = 'a pair is {"text": …, "text_pair": …} or, in a list, ["…", "…"]; a ranking {"query": …, "documents": […]}'
 _SAMPLE_QUERIES = 120
-# Scores within this, relative to the largest, are the same: runtimes of fp32 may differ by as much.
-_SAME = 1e-3
-# The ways to label rows.
-_GOLD = ("relevance", "labels", "label", "score")
-# What a query's documents are ranked by, and what pairs are whose queries have one document each.
-_RANKED = ("nDCG@10", "MRR@10", "MAP")
-_APART = "average precision"
+# Scores that differ by less, relative to the largest, count as equal: fp32 runtimes may differ by as much.
+_RELATIVE_TOLERANCE = 1e-3
+# The columns that may hold labels.
+_LABEL_COLUMNS = ("relevance", "labels", "label", "score")
+# The metrics of rankings, and the metric of pairs whose queries have a single document.
+_RANKING_METRICS = ("nDCG@10", "MRR@10", "MAP")
+_PAIR_METRIC = "average precision"
 
 
 class Ranked(TypedDict):
+    """A document in a ranking: its index, its score and, on request, its text."""
+
     corpus_id: int
     score: float
     text: NotRequired[str]
 
 
-# Of a pair its score, or its scores where the model gives several; of a query its documents, the best first.
+# The score of a pair, or its scores if the model has several outputs; the ranked documents of a query.
 Answer: TypeAlias = float | FloatArray | list[Ranked]
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A query and its documents; a pair is a query with one, answered with a bare score."""
+    """A query and its documents; a pair is a query with one document, answered with a bare score."""
 
     text: str
     documents: tuple[str, ...]
@@ -52,7 +57,7 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _RawOptions:
     top_k: int | None = None
     return_documents: bool = False
     function_to_apply: Scoring | None = None
@@ -62,6 +67,8 @@ class _Given:
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """The options of a request, with the model's defaults."""
+
     scores: int
     scoring: Scoring
     top_k: int | None
@@ -77,7 +84,7 @@ class Queries(Encoded):
 
     @property
     def groups(self) -> list[IntArray]:
-        """The rows of documents that compete: those of one query, pairs with the same query among them."""
+        """Return the rows of each query; pairs with the same query text belong together."""
         owners: dict[object, list[int]] = {}
         for row, item in enumerate(self.item_of_row.tolist()):
             query = self.queries[item]
@@ -85,12 +92,14 @@ class Queries(Encoded):
         return [np.array(rows) for rows in owners.values()]
 
 
-class TextRanking:
+class TextRanking(Task[Query, Answer, Options]):
+    """Relevance scores of pairs, or rankings of documents."""
+
     name = "text-ranking"
     auto_class = "AutoModelForSequenceClassification"
     heads = ("ForSequenceClassification",)
     fields = ("query", "documents")
-    columns = ("query", "documents", "text", "text_pair", *_GOLD)
+    columns = ("query", "documents", "text", "text_pair", *_LABEL_COLUMNS)
     takes_pairs = True
     is_detected = False
     outputs = (LOGITS,)
@@ -98,33 +107,30 @@ class TextRanking:
     min_agreement = 0.99
 
     def parse(self, payload: object) -> list[Query]:
-        """Pairs, which in a list may be lists of two, and queries with documents."""
-        if isinstance(payload, list | tuple) and not payload:
-            raise InputError("nothing to rank: the list is empty")
-        entries = payload if isinstance(payload, list | tuple) else [payload]
-        return [_parse_item(entry, place) for place, entry in enumerate(entries, 1)]
+        """Return the queries of pairs and rankings; in a list, a pair may be a list of two texts."""
+        entries = list_items(payload, "nothing to rank")
+        return [_parse_item(entry, position) for position, entry in enumerate(entries, 1)]
 
-    def options(self, spec: TaskSpec, given: Mapping[str, object]) -> Options:
-        asked = read_options(_Given, given, any_case="function_to_apply")
-        if asked.top_k is not None and asked.top_k < 1:
-            raise InputError(f"top_k is {asked.top_k}; it must be at least 1, or null for all documents")
+    def options(self, spec: TaskSpec, values: Mapping[str, object]) -> Options:
+        raw = read_options(_RawOptions, values, any_case="function_to_apply")
+        check_min("top_k", raw.top_k, alternative=", or null for all documents")
         return Options(
             scores=len(spec.labels),
-            scoring=asked.function_to_apply or _scoring(spec),
-            top_k=asked.top_k,
-            has_documents=asked.return_documents,
-            prompt=chosen_prompt(spec, asked.prompt_name, asked.prompt),
+            scoring=raw.function_to_apply or _scoring(spec),
+            top_k=raw.top_k,
+            has_documents=raw.return_documents,
+            prompt=resolve_prompt(spec, raw.prompt_name, raw.prompt),
         )
 
     def encode(self, items: Sequence[Query], tokenizer: Tokenizer, options: Options) -> Queries:
-        """One row a document."""
-        ranking = next((place for place, item in enumerate(items, 1) if not item.is_pair), None)
+        """Return one row per document."""
+        ranking = next((position for position, item in enumerate(items, 1) if not item.is_pair), None)
         if ranking is None and (options.top_k is not None or options.has_documents):
-            raise InputError("top_k and return_documents are for rankings, and these are pairs", hint=_HINT)
+            raise InputError("top_k and return_documents apply to rankings, but these are pairs", hint=_HINT)
         if ranking is not None and options.scores > 1:
             raise InputError(
-                f"item {ranking} asks for a ranking, and this model gives {options.scores} scores for each document",
-                hint='ask about pairs: {"text": …, "text_pair": …}',
+                f"item {ranking} is a ranking, but this model returns {options.scores} scores per document",
+                hint='use pairs: {"text": …, "text_pair": …}',
             )
         tokens = tokenizer.encode(
             [(options.prompt + item.text, document) for item in items for document in item.documents]
@@ -133,19 +139,18 @@ class TextRanking:
         return Queries(tokens.batch, owners, len(items), tokens.truncated, tokens.encodings, tuple(items))
 
     def decode(self, outputs: Outputs, encoded: Encoded, options: Options) -> list[Answer]:
-        queries = _queries(encoded).queries
+        queries = narrow_rows(encoded, Queries).queries
         scores = apply_scoring(outputs[LOGITS], options.scoring)
         if options.scores == 1:
             scores = scores[:, 0]
         answers: list[Answer] = []
-        ends = np.cumsum([len(query.documents) for query in queries])
-        for query, own in zip(queries, np.split(scores, ends[:-1]), strict=True):
+        for query, query_scores in zip(queries, encoded.split(scores), strict=True):
             if query.is_pair:
-                answers.append(own[0] if options.scores > 1 else float(own[0]))
+                answers.append(query_scores[0] if options.scores > 1 else float(query_scores[0]))
                 continue
-            # Stable, so that equal scores keep the documents' own order, as CrossEncoder's sort does.
-            order = np.argsort(-own, kind="stable")[: options.top_k].tolist()
-            ranking = [Ranked(corpus_id=place, score=float(own[place])) for place in order]
+            # A stable sort keeps the order of documents with equal scores, as CrossEncoder's does.
+            order = np.argsort(-query_scores, kind="stable")[: options.top_k].tolist()
+            ranking = [Ranked(corpus_id=index, score=float(query_scores[index])) for index in order]
             if options.has_documents:
                 for entry in ranking:
                     entry["text"] = query.documents[entry["corpus_id"]]
@@ -153,17 +158,17 @@ class TextRanking:
         return answers
 
     def present(self, payload: object, answers: list[Answer], options: Options) -> object:
-        """One array for pairs, as CrossEncoder has it, and lists for rankings."""
+        """Return one array for pairs, as CrossEncoder does, and lists for rankings."""
         if not isinstance(payload, list | tuple):
             return answers[0]
         are_scores = not any(isinstance(answer, list) for answer in answers)
         return np.asarray(answers, np.float32) if are_scores else answers
 
     def sample(self, texts: Sequence[str], spec: TaskSpec) -> list[Row]:
-        """The first half of a text as the query, for documents that fit it more or less: the text, its rest, others."""
+        """Return the first half of a text as query, with documents of varying relevance: the text, its rest, others."""
         rows: list[Row] = []
-        for place in range(0, len(texts), max(1, len(texts) // _SAMPLE_QUERIES)):
-            text, others = texts[place], [texts[(place + step) % len(texts)] for step in (1, 8)]
+        for index in range(0, len(texts), max(1, len(texts) // _SAMPLE_QUERIES)):
+            text, others = texts[index], [texts[(index + step) % len(texts)] for step in (1, 8)]
             query, rest = text[: (len(text) + 1) // 2].strip() or text, text[len(text) // 2 :].strip() or text
             documents = [others[0], rest, others[1], text]
             if len(spec.labels) > 1:
@@ -173,40 +178,43 @@ class TextRanking:
         return rows
 
     def gold(self, rows: Sequence[Row], spec: TaskSpec) -> list[object] | None:
-        """Relevances for rankings; for pairs classes, or relevances as "label", or numbers to correlate as "score"."""
+        """Return relevances for rankings; classes, relevances ("label") or numbers to correlate ("score") for pairs."""
         if len(spec.labels) > 1:
             return CLASSIFICATION.gold(rows, spec)
-        kinds = [key for key in _GOLD if any(key in row for row in rows)]
+        kinds = [key for key in _LABEL_COLUMNS if any(key in row for row in rows)]
         if not kinds:
             return None
         if len(kinds) > 1:
-            raise InputError(f'rows have "{kinds[0]}" and "{kinds[1]}"', hint="label them all in one way")
-        return [_gold(row, kinds[0], place) for place, row in enumerate(rows, 1)]
+            raise InputError(f'rows have "{kinds[0]}" and "{kinds[1]}"', hint="label all rows with the same column")
+        return [_gold(row, kinds[0], position) for position, row in enumerate(rows, 1)]
 
     def metrics(self, gold: Sequence[object], spec: TaskSpec) -> tuple[str, ...]:
-        """Of pairs with relevances, which of the two it is shows only when queries are compared."""
+        """Return the metrics; which one applies to pairs with relevances depends on whether queries repeat."""
         if len(spec.labels) > 1:
             return CLASSIFICATION.metrics(gold, spec)
         if isinstance(gold[0], float):
             check_spread(gold)
             return CORRELATIONS
-        if not any(isinstance(own, tuple) and any(own) for own in gold):
-            raise InputError("no document is relevant to its query, so no order is better than another")
-        are_pairs = all(isinstance(own, tuple) and len(own) == 1 for own in gold)
-        return (*_RANKED, _APART) if are_pairs else _RANKED
+        if not any(isinstance(relevance, tuple) and any(relevance) for relevance in gold):
+            raise InputError("ranking metrics are undefined: no document is relevant to its query")
+        are_pairs = all(isinstance(relevance, tuple) and len(relevance) == 1 for relevance in gold)
+        return (*_RANKING_METRICS, _PAIR_METRIC) if are_pairs else _RANKING_METRICS
 
-    def marks(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> FloatArray:
-        """Score and wanted score of a pair; or score, relevance and one for a pair whose query has no other; or a
-        query's three measures and how many items it stands for."""
+    def item_scores(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> FloatArray:
+        """Return the scores of each pair, or of each query if the rows are ranked.
+
+        A pair has a score and an expected score, or with a query of its own a score, a relevance and 1; a query has
+        its three metrics and the number of its items.
+        """
         if len(spec.labels) > 1:
-            return CLASSIFICATION.marks(outputs, encoded, gold, spec)
+            return CLASSIFICATION.item_scores(outputs, encoded, gold, spec)
         scores = apply_scoring(outputs[LOGITS], _scoring(spec))[:, 0].astype(np.float64)
         if isinstance(gold[0], float):
             return np.stack([scores, np.asarray(gold, np.float64)], axis=1)
-        relevance = np.concatenate([np.asarray(own, np.float64) for own in gold])
-        groups = _queries(encoded).groups
+        relevance = np.concatenate([np.asarray(relevances, np.float64) for relevances in gold])
+        groups = narrow_rows(encoded, Queries).groups
         if all(len(rows) == 1 for rows in groups):
-            # Nothing competes within a query: the question is whether relevant pairs come before all others.
+            # Queries have a single document each: compare the scores of relevant pairs with those of all others.
             return np.stack([scores, relevance, np.ones(len(gold))], axis=1)
         return np.array(
             [
@@ -218,144 +226,121 @@ class TextRanking:
             ]
         )
 
-    def metric(self, marks: FloatArray, spec: TaskSpec) -> Metric:
+    def metric(self, item_scores: FloatArray, spec: TaskSpec) -> Metric:
         if len(spec.labels) > 1:
-            return CLASSIFICATION.metric(marks, spec)
-        if marks.shape[1] == 2:
-            return correlated(marks)
-        if marks.shape[1] == 3:
-            return Metric(_APART, average_precision(marks[:, 0], marks[:, 1]), len(marks))
-        first, *also = zip(_RANKED, (float(own.mean()) for own in marks[:, :3].T), strict=True)
-        return Metric(*first, int(marks[:, 3].sum()), dict(also))
+            return CLASSIFICATION.metric(item_scores, spec)
+        if item_scores.shape[1] == 2:
+            return correlation(item_scores)
+        if item_scores.shape[1] == 3:
+            return Metric(_PAIR_METRIC, average_precision(item_scores[:, 0], item_scores[:, 1]), len(item_scores))
+        first, *also = zip(_RANKING_METRICS, (float(column.mean()) for column in item_scores[:, :3].T), strict=True)
+        return Metric(*first, int(item_scores[:, 3].sum()), dict(also))
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:
-        """The least of three, each blind to what another sees: the order of all documents, the order within queries,
-        and the scores themselves, which may keep their order and still cross a threshold."""
+        """Return the lowest of three measures: the order of all documents, the order within queries, and the scores.
+
+        Scores may cross a threshold even if their order is kept.
+        """
         if len(spec.labels) > 1:
             return CLASSIFICATION.agree(outputs, reference, encoded, spec)
         ours, theirs = outputs[LOGITS][:, 0].astype(np.float64), reference[LOGITS][:, 0].astype(np.float64)
-        broken = ~np.isfinite(ours)
-        if broken.any():
-            agreement = not_finite("rank correlation", ours[:, None], theirs[:, None], encoded)
-            return replace(agreement, worst=tuple(dict.fromkeys(encoded.item_of_row[broken].tolist()))[:3])
-        scale = float(np.abs(theirs).max())
-        tolerance = _SAME * max(1.0, scale)
+        owners = encoded.item_of_row
+        if (non_finite := find_non_finite("rank correlation", ours[:, None], theirs[:, None], owners)) is not None:
+            return non_finite
+        tolerance = _RELATIVE_TOLERANCE * max(1.0, float(np.abs(theirs).max()))
         measures = {
-            "rank correlation": _kept(spearman, ours, theirs, tolerance),
-            "concordance of scores": _kept(concordance, ours, theirs, tolerance),
+            "rank correlation": _correlate(spearman, ours, theirs, tolerance),
+            "concordance of scores": _correlate(concordance, ours, theirs, tolerance),
         }
-        groups = [rows for rows in _queries(encoded).groups if len(rows) > 1]
+        groups = [rows for rows in narrow_rows(encoded, Queries).groups if len(rows) > 1]
         flipped = np.zeros(len(ours), bool)
         for rows in groups:
             flipped[rows] = ours[rows].argmax() != theirs[rows].argmax()
         if groups:
-            own = np.concatenate([ours[rows] - ours[rows].mean() for rows in groups])
-            original = np.concatenate([theirs[rows] - theirs[rows].mean() for rows in groups])
-            measures["rank correlation within queries"] = _kept(spearman, own, original, tolerance)
-        error = np.abs(ours - theirs)
+            our_order = np.concatenate([ours[rows] - ours[rows].mean() for rows in groups])
+            their_order = np.concatenate([theirs[rows] - theirs[rows].mean() for rows in groups])
+            measures["rank correlation within queries"] = _correlate(spearman, our_order, their_order, tolerance)
         measure = min(measures, key=lambda name: measures[name])
-        return Agreement(
-            measure=measure,
+        return compare(
+            measure,
+            ours,
+            theirs,
+            owners,
             value=measures[measure],
-            rows=len(ours),
-            max_error=float(error.max()),
-            relative_error=relative_error(ours, theirs),
-            scale=scale,
+            flipped=flipped,
             flips=sum(bool(flipped[rows[0]]) for rows in groups) if groups else None,
             rank_correlation=measures["rank correlation"],
-            worst=_worst(np.where(flipped, error + 1e6, error), encoded),
         )
 
 
-def _parse_item(entry: object, place: int) -> Query:
+def _parse_item(entry: object, position: int) -> Query:
     if isinstance(entry, Mapping) and ("query" in entry or "documents" in entry):
-        return _parse_ranking(entry, place)
+        return _parse_ranking(entry, position)
     if isinstance(entry, Mapping):
         if entry.get("text") is None or entry.get("text_pair") is None:
             raise InputError(
-                f'item {place} has no "text" and "text_pair": {{{", ".join(map(str, entry))}}}', hint=_HINT
+                f'item {position} has no "text" and "text_pair": {{{", ".join(map(str, entry))}}}', hint=_HINT
             )
         texts: Sequence[object] = (entry["text"], entry["text_pair"])
     elif isinstance(entry, list | tuple):
         texts = entry
     else:
-        raise InputError(f"item {place} is {type(entry).__name__}, not a pair of texts", hint=_HINT)
+        raise InputError(f"item {position} is {type(entry).__name__}, not a pair of texts", hint=_HINT)
     if len(texts) != 2:
-        raise InputError(f"item {place} is a list of {len(texts)}, not a pair of texts", hint=_HINT)
-    text, document = checked_text(texts[0], f"text {place}"), checked_text(texts[1], f"text_pair {place}")
+        raise InputError(f"item {position} is a list of {len(texts)}, not a pair of texts", hint=_HINT)
+    text, document = check_text(texts[0], f"text {position}"), check_text(texts[1], f"text_pair {position}")
     return Query(text, (document,), is_pair=True)
 
 
-def _parse_ranking(entry: Mapping[str, object], place: int) -> Query:
+def _parse_ranking(entry: Mapping[str, object], position: int) -> Query:
     for key in ("query", "documents"):
         if entry.get(key) is None:
-            raise InputError(f'item {place} has no "{key}"', hint=_HINT)
+            raise InputError(f'item {position} has no "{key}"', hint=_HINT)
     if entry.get("text_pair") is not None:
-        raise InputError(f'item {place} has both "documents" and a "text_pair"', hint=_HINT)
-    documents = entry["documents"]
-    if not isinstance(documents, list | tuple):
-        raise InputError(f'"documents" of item {place} is {type(documents).__name__}, not a list of strings')
-    if not documents:
-        raise InputError(f"item {place} has no documents: the list is empty")
-    return Query(
-        checked_text(entry["query"], f"query {place}"),
-        tuple(checked_text(text, f"document {number} of item {place}") for number, text in enumerate(documents, 1)),
-        is_pair=False,
-    )
+        raise InputError(f'item {position} has both "documents" and a "text_pair"', hint=_HINT)
+    documents = check_texts(entry["documents"], "documents", position)
+    return Query(check_text(entry["query"], f"query {position}"), documents, is_pair=False)
 
 
 def _scoring(spec: TaskSpec) -> Scoring:
     return Scoring(spec.activation or ("sigmoid" if len(spec.labels) == 1 else "none"))
 
 
-def _queries(encoded: Encoded) -> Queries:
-    if not isinstance(encoded, Queries):
-        raise TypeError("outputs are read with what this task's own encode gave: whose documents rows are stands there")
-    return encoded
-
-
-def _gold(row: Row, kind: str, place: int) -> float | tuple[float, ...]:
-    """A number to correlate with, or how relevant each document is."""
-    value = row.get(kind)
-    if value is None:
-        raise InputError(f'row {place} has no "{kind}", though other rows have one')
+def _gold(row: Row, kind: str, position: int) -> float | tuple[float, ...]:
+    """Return a number to correlate with, or the relevance of each document."""
+    value = require_label(row, kind, position)
     if kind in ("score", "label"):
         if "documents" in row:
-            raise InputError(f'row {place} has documents and one "{kind}"', hint='"relevance" takes a number for each')
-        number = _number(value, kind, place)
-        return number if kind == "score" else (_relevance(number, kind, place),)
+            raise InputError(
+                f'row {position} has documents and a single "{kind}"', hint='"relevance" takes a number per document'
+            )
+        number = _number(value, kind, position)
+        return number if kind == "score" else (_relevance(number, kind, position),)
     documents = row.get("documents")
     if not isinstance(documents, list | tuple) or not isinstance(value, list | tuple) or len(documents) != len(value):
-        raise InputError(f'row {place} must have as many numbers in "{kind}" as it has documents')
-    return tuple(_relevance(_number(number, kind, place), kind, place) for number in value)
+        raise InputError(f'row {position} must have as many numbers in "{kind}" as it has documents')
+    return tuple(_relevance(_number(number, kind, position), kind, position) for number in value)
 
 
-def _number(value: object, kind: str, place: int) -> float:
+def _number(value: object, kind: str, position: int) -> float:
     if is_number(value):
         return float(value)
-    raise InputError(f'row {place} has no number in "{kind}": {value!r:.60}')
+    raise InputError(f'row {position} has no number in "{kind}": {value!r:.60}')
 
 
-def _relevance(number: float, kind: str, place: int) -> float:
+def _relevance(number: float, kind: str, position: int) -> float:
     if number < 0:
-        raise InputError(f'row {place} has {number:g} in "{kind}": relevance starts at 0, for none')
+        raise InputError(f'row {position} has {number:g} in "{kind}": relevance must be at least 0')
     return number
 
 
-def _kept(
+def _correlate(
     correlation: Callable[[FloatArray, FloatArray], float], ours: FloatArray, theirs: FloatArray, tolerance: float
 ) -> float:
-    """A correlation or, where the reference knows no differences, whether the numbers themselves are the same."""
+    """Return a correlation or, if the reference scores are all equal, whether ours equal them."""
     if np.ptp(theirs) > tolerance:
         return correlation(ours, theirs)
     return 1.0 if np.abs(ours - theirs).max() <= tolerance else 0.0
-
-
-def _worst(badness: FloatArray, encoded: Encoded) -> tuple[int, ...]:
-    """The items with the worst documents."""
-    worst = np.full(encoded.items, -1.0)
-    np.maximum.at(worst, encoded.item_of_row, badness)
-    return tuple(int(item) for item in np.argsort(-worst, kind="stable")[:3])
 
 
 TASK = TextRanking()

@@ -1,32 +1,36 @@
-"""Which label fits each token of a text, and the entities they make: answers like transformers' pipeline."""
+"""Label the tokens of a text and group them into entities, like transformers' pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import accumulate
+from itertools import accumulate, starmap
 from typing import TypeAlias, TypedDict
 
 import numpy as np
 
-from hasten.core.entities import OUTSIDE
 from hasten.core.errors import InputError
-from hasten.core.registry import did_you_mean
 from hasten.core.report import Agreement, Metric
-from hasten.core.scores import ENTITY_METRICS, entity_counts, entity_metric
-from hasten.core.statistics import relative_error, row_cosines, spearman
-from hasten.core.tensors import BATCH, SEQUENCE, Batch, BoolArray, FloatArray, IntArray, Outputs
-from hasten.core.tokenizer import Tokenizer, Tokens
-from hasten.tasks import Encoded, Row, TaskSpec, not_finite, parse_texts, read_options
+from hasten.core.tensors import BATCH, SEQUENCE, BoolArray, FloatArray, IntArray, Outputs
+from hasten.core.text.input_checks import list_items, parse_single_texts
+from hasten.core.text.tokenizer import Tokenizer, Tokens
+from hasten.metrics.agreement import compare, find_non_finite
+from hasten.metrics.entities import OUTSIDE
+from hasten.metrics.labels import ENTITY_METRICS, entity_counts, entity_metric
+from hasten.metrics.statistics import mean_spearman, row_cosines, softmax
+from hasten.tasks import Encoded, Row, Task, TaskSpec, narrow_rows, read_options
+from hasten.tasks._labels import find_label, read_labels, require_label
 
 LOGITS = "logits"
 
-# A text, or a sentence that is already cut into words.
+# A text, or a sentence that is already split into words.
 Text: TypeAlias = str | tuple[str, ...]
 
 
 class Aggregation(StrEnum):
+    """The pipeline's strategies for grouping tokens into entities."""
+
     NONE = "none"
     SIMPLE = "simple"
     FIRST = "first"
@@ -35,6 +39,8 @@ class Aggregation(StrEnum):
 
 
 class Token(TypedDict):
+    """A labelled token, the answer without aggregation."""
+
     entity: str
     score: float
     index: int
@@ -44,6 +50,8 @@ class Token(TypedDict):
 
 
 class Entity(TypedDict):
+    """A group of tokens of one type, the answer with aggregation."""
+
     entity_group: str
     score: float
     word: str
@@ -55,32 +63,23 @@ Answer: TypeAlias = list[Token] | list[Entity]
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _RawOptions:
     aggregation_strategy: Aggregation | None = None
     ignore_labels: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """The options of a request, with the model's defaults."""
+
     labels: tuple[str, ...]
     aggregation: Aggregation
     ignored: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Sentences(Encoded):
-    """One row an item, with what turns tokens into words again."""
-
-    # What offsets point into; words are joined with spaces.
-    texts: tuple[str, ...]
-    # Where each word starts in there, for an item that came cut into words: its tokens count from their word.
-    word_starts: tuple[tuple[int, ...] | None, ...]
-    tokenizer: Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
 class _Piece:
-    """A token of a text; `word` as the tokenizer spells it."""
+    """A token of a text; `word` is its spelling in the vocabulary."""
 
     word: str
     scores: FloatArray
@@ -91,8 +90,38 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Sentences(Encoded):
+    """One row per item, with the texts and the tokenizer that turn tokens into words."""
+
+    # The texts that offsets refer to; words are joined with spaces.
+    texts: tuple[str, ...]
+    # The start of each word in its text, for items that are split into words: their offsets start at the word.
+    word_starts: tuple[tuple[int, ...] | None, ...]
+    tokenizer: Tokenizer
+
+    def pieces(self, row: int, scores: FloatArray) -> Iterator[_Piece]:
+        """Yield the tokens of a row, with the pipeline's rule for which of them continue a word."""
+        encoding, text, starts = self.encodings[row], self.texts[row], self.word_starts[row]
+        columns = zip(encoding.ids, encoding.offsets, encoding.word_ids, encoding.special_tokens_mask, strict=True)
+        for index, (token_id, (start, end), word, is_special) in enumerate(columns):
+            if is_special:
+                continue
+            if starts is not None and word is not None:
+                start, end = start + starts[word], end + starts[word]
+            # Not encoding.tokens: for an unknown or an added token those have the spelling of the text.
+            spelled, surface = self.tokenizer.token(token_id), text[start:end]
+            if token_id == self.tokenizer.unknown_id:
+                spelled, is_subword = surface, False
+            elif self.tokenizer.marks_subwords:
+                is_subword = len(spelled) != len(surface)
+            else:  # the pipeline looks for spaces
+                is_subword = start > 0 and " " not in text[start - 1 : start + 1]
+            yield _Piece(spelled, scores[index], index, start, end, is_subword)
+
+
+@dataclass(frozen=True, slots=True)
 class _Tagged:
-    """A token or a word with its one label."""
+    """A token or a word with its best label."""
 
     label: str
     score: float
@@ -101,7 +130,9 @@ class _Tagged:
     end: int
 
 
-class TokenClassification:
+class TokenClassification(Task[Text, Answer, Options]):
+    """A label per token, or entities."""
+
     name = "token-classification"
     auto_class = "AutoModelForTokenClassification"
     heads = ("ForTokenClassification",)
@@ -114,24 +145,18 @@ class TokenClassification:
     min_agreement = 0.995
 
     def parse(self, payload: object) -> list[Text]:
-        """Texts as everywhere, or {"tokens": […]}."""
-        entries = payload if isinstance(payload, list | tuple) else [payload]
-        words = [_parse_words(entry, place) for place, entry in enumerate(entries, 1)]
-        # Joined words go through the same checks, so that places and messages are the same.
-        texts = parse_texts(
-            [entry if cut is None else " ".join(cut) for entry, cut in zip(entries, words, strict=True)]
-        )
-        items: list[Text] = []
-        for place, (text, cut) in enumerate(zip(texts, words, strict=True), 1):
-            if not isinstance(text, str):
-                raise InputError(f'item {place} has a "text_pair", and {self.name} takes one text at a time')
-            items.append(text if cut is None else cut)
-        return items
+        """Return texts, as in every task, or the words of {"tokens": […]}."""
+        entries = list_items(payload)
+        words = [_parse_words(entry, position) for position, entry in enumerate(entries, 1)]
+        # Joined words pass the same checks, so that positions and messages are the same.
+        joined = [entry if split is None else " ".join(split) for entry, split in zip(entries, words, strict=True)]
+        texts = parse_single_texts(joined, self.name)
+        return [text if split is None else split for text, split in zip(texts, words, strict=True)]
 
-    def options(self, spec: TaskSpec, given: Mapping[str, object]) -> Options:
-        asked = read_options(_Given, given, any_case="aggregation_strategy")
-        ignored = (OUTSIDE,) if asked.ignore_labels is None else asked.ignore_labels
-        return Options(spec.labels, asked.aggregation_strategy or Aggregation.NONE, ignored)
+    def options(self, spec: TaskSpec, values: Mapping[str, object]) -> Options:
+        raw = read_options(_RawOptions, values, any_case="aggregation_strategy")
+        ignored = (OUTSIDE,) if raw.ignore_labels is None else raw.ignore_labels
+        return Options(spec.labels, raw.aggregation_strategy or Aggregation.NONE, ignored)
 
     def encode(self, items: Sequence[Text], tokenizer: Tokenizer, options: Options) -> Sentences:
         tokens = _encode(items, tokenizer)
@@ -147,145 +172,85 @@ class TokenClassification:
         )
 
     def decode(self, outputs: Outputs, encoded: Encoded, options: Options) -> list[Answer]:
-        if not isinstance(encoded, Sentences):
-            raise TypeError("what is decoded must come from this task's own encode: offsets need the texts")
-        logits = outputs[LOGITS].astype(np.float32)
-        powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-        scores = powers / powers.sum(axis=1, keepdims=True)
-        splits = np.split(scores, np.cumsum(encoded.batch.lengths)[:-1])
-        pieces_of = _piece_reader(encoded)
+        sentences = narrow_rows(encoded, Sentences)
+        scores = sentences.batch.split(softmax(outputs[LOGITS].astype(np.float32)))
+        pieces = starmap(sentences.pieces, enumerate(scores))
         if options.aggregation is Aggregation.NONE:
-            return [_tokens(pieces_of(row, own), options) for row, own in enumerate(splits)]
-        to_text = encoded.tokenizer.to_text
-        return [_entities(pieces_of(row, own), options, to_text) for row, own in enumerate(splits)]
-
-    def present(self, payload: object, answers: list[Answer], options: Options) -> object:
-        return answers if isinstance(payload, list | tuple) else answers[0]
-
-    def sample(self, texts: Sequence[str], spec: TaskSpec) -> list[Row]:
-        return [{"text": text} for text in texts]
+            return [_tokens(row, options) for row in pieces]
+        return [_entities(row, options, sentences.tokenizer.to_text) for row in pieces]
 
     def gold(self, rows: Sequence[Row], spec: TaskSpec) -> list[object] | None:
-        if not any("tags" in row for row in rows):
-            return None
-        return [_gold(row, spec, place) for place, row in enumerate(rows, 1)]
+        return read_labels(rows, "tags", lambda row, position: _gold(row, spec, position))
 
     def metrics(self, gold: Sequence[object], spec: TaskSpec) -> tuple[str, ...]:
         return ENTITY_METRICS
 
-    def marks(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> FloatArray:
-        """Entities that are right, that were found, that are there; each word is judged by its first token."""
-        best = np.split(outputs[LOGITS].argmax(axis=1), np.cumsum(encoded.batch.lengths)[:-1])
-        marks = []
+    def item_scores(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> FloatArray:
+        """Return the numbers of correct, predicted and expected entities; a word has the label of its first token."""
+        best = encoded.batch.split(outputs[LOGITS].argmax(axis=1))
+        item_scores = []
         for tags, encoding, labels in zip(gold, encoded.encodings, best, strict=True):
             assert isinstance(tags, tuple)
-            answer = [OUTSIDE] * len(tags)  # what was cut off, or has no token, stays outside
+            answer = [OUTSIDE] * len(tags)  # words that were truncated or have no token stay outside
             for word, label in reversed(list(zip(encoding.word_ids, labels, strict=True))):
                 if word is not None:
                     answer[word] = spec.labels[label]
-            marks.append(entity_counts(tags, answer))
-        return np.array(marks, np.float64)
+            item_scores.append(entity_counts(tags, answer))
+        return np.array(item_scores, np.float64)
 
-    def metric(self, marks: FloatArray, spec: TaskSpec) -> Metric:
-        return entity_metric(marks)
+    def metric(self, item_scores: FloatArray, spec: TaskSpec) -> Metric:
+        return entity_metric(item_scores)
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:
-        """Token by token, special ones left out: nobody sees their labels."""
+        """Compare token by token, without special tokens, whose labels are never returned."""
         real = _real_tokens(encoded)
         ours, theirs = outputs[LOGITS][real].astype(np.float64), reference[LOGITS][real].astype(np.float64)
         owners = np.repeat(encoded.item_of_row, encoded.batch.lengths)[real]
-        broken = ~np.isfinite(ours).all(axis=1)
-        if broken.any():
-            agreement = not_finite("same label", ours, theirs, replace(encoded, item_of_row=owners))
-            return replace(agreement, worst=tuple(dict.fromkeys(owners[broken].tolist()))[:3])
-        error = np.abs(ours - theirs).max(axis=1)
+        if (non_finite := find_non_finite("same label", ours, theirs, owners)) is not None:
+            return non_finite
         flipped = ours.argmax(axis=1) != theirs.argmax(axis=1)
-        flips = int(flipped.sum())
-        cosines = row_cosines(ours, theirs)
-        return Agreement(
-            measure="same label",
-            value=1.0 - flips / len(flipped),
-            rows=len(ours),
-            max_error=float(error.max()),
-            relative_error=relative_error(ours, theirs),
-            scale=float(np.abs(theirs).max()),
-            flips=flips,
-            cosine_mean=float(cosines.mean()),
-            cosine_min=float(cosines.min()),
-            rank_correlation=float(np.mean([spearman(ours[:, i], theirs[:, i]) for i in range(ours.shape[1])])),
-            # A flip is worse than any error that flips nothing.
-            worst=_worst(np.where(flipped, error + 1e6, error), owners, encoded.items),
+        return compare(
+            "same label",
+            ours,
+            theirs,
+            owners,
+            value=1.0 - float(flipped.mean()),
+            flipped=flipped,
+            flips=int(flipped.sum()),
+            cosines=row_cosines(ours, theirs),
+            rank_correlation=mean_spearman(ours, theirs),
         )
 
 
-def _parse_words(entry: object, place: int) -> tuple[str, ...] | None:
-    """The words of an item that is cut into words, checked; None for any other."""
+def _parse_words(entry: object, position: int) -> tuple[str, ...] | None:
+    """Return the checked words of an item that is split into words; None for any other."""
     if not isinstance(entry, Mapping) or entry.get("tokens") is None:
         return None
     if entry.get("text") is not None:
-        raise InputError(f'item {place} has both "text" and "tokens"', hint="give one of them")
+        raise InputError(f'item {position} has both "text" and "tokens"', hint="pass only one of them")
     words = entry["tokens"]
     if not isinstance(words, list | tuple):
-        raise InputError(f'"tokens" of item {place} is {type(words).__name__}, not a list of strings')
+        raise InputError(f'"tokens" of item {position} is {type(words).__name__}, not a list of strings')
     if not words:
-        raise InputError(f"item {place} has no tokens: the list is empty")
+        raise InputError(f"item {position} has no tokens: the list is empty")
     for number, word in enumerate(words, 1):
         if not isinstance(word, str):
-            raise InputError(f"token {number} of item {place} is {type(word).__name__}, not a string")
+            raise InputError(f"token {number} of item {position} is {type(word).__name__}, not a string")
     return tuple(words)
 
 
 def _encode(items: Sequence[Text], tokenizer: Tokenizer) -> Tokens:
-    """Texts and cut sentences, which the tokenizer takes in separate calls, in the order of the items."""
-    is_text = np.array([isinstance(item, str) for item in items])
+    """Encode texts and split sentences, which the tokenizer takes in separate calls, in the order of the items."""
     texts = tokenizer.encode([item for item in items if isinstance(item, str)], is_traced=True)
-    if is_text.all():
+    if len(texts.encodings) == len(items):
         return texts
-    cut = tokenizer.encode_words([item for item in items if not isinstance(item, str)])
-    if not is_text.any():
-        return cut
-    source = np.concatenate([np.flatnonzero(is_text), np.flatnonzero(~is_text)])  # item of each row, texts first
-    order = np.argsort(source)
-    lengths = np.concatenate([texts.batch.lengths, cut.batch.lengths])
-    values = {name: np.concatenate([column, cut.batch.values[name]]) for name, column in texts.batch.values.items()}
-    encodings = [*texts.encodings, *cut.encodings]
-    truncated = [*texts.truncated, *(row + len(texts.encodings) for row in cut.truncated)]
-    return Tokens(
-        Batch(values, lengths).take(order),
-        tuple(sorted(int(source[row]) for row in truncated)),
-        [encodings[row] for row in order],
-    )
+    split = tokenizer.encode_words([item for item in items if not isinstance(item, str)])
+    of_texts, of_split = iter(texts.encodings), iter(split.encodings)
+    return tokenizer.tokens([next(of_texts if isinstance(item, str) else of_split) for item in items])
 
 
 def _word_starts(words: Sequence[str]) -> tuple[int, ...]:
     return tuple(accumulate((len(word) + 1 for word in words[:-1]), initial=0))
-
-
-def _piece_reader(sentences: Sentences) -> Callable[[int, FloatArray], Iterator[_Piece]]:
-    """Row and scores to the tokens of the text, with the pipeline's own idea of which of them go on with a word."""
-    tokenizer = sentences.tokenizer
-    # Only a tokenizer that marks what continues a word tells by the token; for others the pipeline looks for spaces.
-    marks_subwords, unknown = tokenizer.marks_subwords, tokenizer.unknown_id
-
-    def read(row: int, scores: FloatArray) -> Iterator[_Piece]:
-        encoding, text, starts = sentences.encodings[row], sentences.texts[row], sentences.word_starts[row]
-        columns = zip(encoding.ids, encoding.offsets, encoding.word_ids, encoding.special_tokens_mask, strict=True)
-        for index, (token_id, (start, end), word, is_special) in enumerate(columns):
-            if is_special:
-                continue
-            if starts is not None and word is not None:
-                start, end = start + starts[word], end + starts[word]
-            # Not encoding.tokens: of an unknown or an added token those give the text's own spelling.
-            spelled, surface = tokenizer.token(token_id), text[start:end]
-            if token_id == unknown:
-                spelled, is_subword = surface, False
-            elif marks_subwords:
-                is_subword = len(spelled) != len(surface)
-            else:
-                is_subword = start > 0 and " " not in text[start - 1 : start + 1]
-            yield _Piece(spelled, scores[index], index, start, end, is_subword)
-
-    return read
 
 
 def _tokens(pieces: Iterator[_Piece], options: Options) -> list[Token]:
@@ -307,15 +272,15 @@ def _tokens(pieces: Iterator[_Piece], options: Options) -> list[Token]:
 
 
 def _entities(pieces: Iterator[_Piece], options: Options, to_text: Callable[[Sequence[str]], str]) -> list[Entity]:
-    """Neighbours of one type together, a B- always the first of its entity."""
+    """Group neighbours of one type; a B- always starts an entity."""
     groups: list[list[_Tagged]] = []
-    kind = ""
+    entity_type = ""
     for tagged in _tagged(pieces, options, to_text):
-        begins, type_ = _begins(tagged.label)
-        if not groups or begins or type_ != kind:
+        begins, type_ = _split_label(tagged.label)
+        if not groups or begins or type_ != entity_type:
             groups.append([])
         groups[-1].append(tagged)
-        kind = type_
+        entity_type = type_
     entities = [
         Entity(
             entity_group=group[0].label.split("-", 1)[-1],
@@ -340,7 +305,7 @@ def _tagged(pieces: Iterator[_Piece], options: Options, to_text: Callable[[Seque
     for word in words:
         scores = _word_scores(word, options.aggregation)
         best = scores.argmax()
-        # The pipeline puts the tokens of a word together, and then the words of an entity once more.
+        # The pipeline joins the tokens of a word, and later the words of an entity.
         spelled = to_text([piece.word for piece in word]) if is_by_word else word[0].word
         yield _Tagged(options.labels[best], float(scores[best]), spelled, word[0].start, word[-1].end)
 
@@ -354,45 +319,24 @@ def _word_scores(word: Sequence[_Piece], aggregation: Aggregation) -> FloatArray
     return word[0].scores
 
 
-def _begins(label: str) -> tuple[bool, str]:
-    """Whether the label starts an entity, and its type: the pipeline knows B- and I- and no other marks."""
+def _split_label(label: str) -> tuple[bool, str]:
+    """Return whether the label starts an entity, and its type; the pipeline knows only the prefixes B- and I-."""
     return label.startswith("B-"), label[2:] if label.startswith(("B-", "I-")) else label
 
 
-def _gold(row: Row, spec: TaskSpec, place: int) -> tuple[str, ...]:
-    words, tags = row.get("tokens"), row.get("tags")
-    if tags is None:
-        raise InputError(f'row {place} has no "tags", though other rows have some')
+def _gold(row: Row, spec: TaskSpec, position: int) -> tuple[str, ...]:
+    words, tags = row.get("tokens"), require_label(row, "tags", position, others="some")
     if not isinstance(words, list | tuple) or not isinstance(tags, list | tuple):
-        raise InputError(f'row {place} must have lists in "tokens" and "tags"')
+        raise InputError(f'row {position} must have lists in "tokens" and "tags"')
     if len(words) != len(tags):
-        raise InputError(f"row {place} has {len(tags)} tags for {len(words)} tokens")
-    return tuple(_label(tag, spec, place) for tag in tags)
-
-
-def _label(tag: object, spec: TaskSpec, place: int) -> str:
-    if isinstance(tag, str) and tag in spec.labels:
-        return tag
-    if isinstance(tag, int) and not isinstance(tag, bool) and 0 <= tag < len(spec.labels):
-        return spec.labels[tag]
-    shown = ", ".join(spec.labels[:8]) + (", …" if len(spec.labels) > 8 else "")
-    raise InputError(
-        f"row {place} has the tag {tag!r:.60}, which the model does not know{did_you_mean(str(tag), spec.labels)}",
-        hint=f"its labels: {shown}",
-    )
+        raise InputError(f"row {position} has {len(tags)} tags for {len(words)} tokens")
+    return tuple(spec.labels[find_label(tag, spec.labels, position, kind="tag")] for tag in tags)
 
 
 def _real_tokens(encoded: Encoded) -> BoolArray:
     special: IntArray = np.concatenate([encoding.special_tokens_mask for encoding in encoded.encodings])
     real: BoolArray = special == 0
-    return real if real.any() else ~real  # where texts are nothing to the tokenizer, there is only this to compare
-
-
-def _worst(badness: FloatArray, owners: IntArray, items: int) -> tuple[int, ...]:
-    """The items with the worst tokens."""
-    worst = np.full(items, -1.0)
-    np.maximum.at(worst, owners, badness)
-    return tuple(int(item) for item in np.argsort(-worst, kind="stable")[:3])
+    return real if real.any() else ~real  # texts without tokens leave only special tokens to compare
 
 
 TASK = TokenClassification()

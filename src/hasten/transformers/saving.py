@@ -1,4 +1,4 @@
-"""A bundle as the directory that `save_pretrained` writes and `push_to_hub` sends."""
+"""Save a bundle as a directory that transformers can read, and push it to the hub."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hasten.bundle.manifest import FILE
 from hasten.bundle.read import TOKENIZER
 from hasten.bundle.write import check_target
 from hasten.core.errors import StageError, missing_package
-from hasten.core.staging import Staging
+from hasten.core.system.atomic_directory import AtomicDirectory
 
 _CONFIGURATIONS = ("config.json", "generation_config.json", "tokenizer_config.json")
 
 
 def save(bundle: Bundle, target: Path) -> None:
-    """Every file of the bundle, and those of transformers beside its manifest: a bundle is read past them."""
+    """Copy the bundle, and add the configuration files of transformers, which readers of bundles ignore."""
     bundle.check()
-    with Staging(target.expanduser(), lambda place: check_target(place, force=True)) as staging:
+    with AtomicDirectory(target.expanduser(), lambda path: check_target(path, force=True)) as staging:
         for name in (FILE, *bundle.manifest.files):
             file = staging.path / name
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -33,6 +33,7 @@ def save(bundle: Bundle, target: Path) -> None:
 
 
 def push(bundle: Bundle, repo_id: str, *, private: bool | None, token: str | None, **options: Any) -> str:
+    """Push the bundle to a repository on the hub and return its address."""
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
@@ -43,10 +44,10 @@ def push(bundle: Bundle, repo_id: str, *, private: bool | None, token: str | Non
         api = HfApi(token=token)
         try:
             name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-            done = api.upload_folder(folder_path=folder, repo_id=name, **options)
-        except Exception as error:  # offline, not allowed, no such user: a class for each, by the library's version
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            address = api.upload_folder(folder_path=folder, repo_id=name, **options)
+        except Exception as error:  # the class depends on the library's version
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise StageError(
-                f"{repo_id} was not pushed to the hub: {first}", hint="check the network, and HF_TOKEN"
+                f"{repo_id} could not be pushed to the hub: {reason}", hint="check the network and HF_TOKEN"
             ) from error
-    return str(done)
+    return str(address)

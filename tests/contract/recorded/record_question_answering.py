@@ -107,11 +107,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_model(name: str, folder: Path) -> None:
-    """A tiny model and its tokenizer; nothing in them is trained or drawn, so that versions cannot differ."""
+    """Return a tiny model and its tokenizer; nothing in them is trained or drawn, so that versions cannot differ."""
     import torch
     import transformers
 
-    architecture, about = MODELS[name]
+    architecture, fields = MODELS[name]
     tokenizer = {"bert": _word_pieces, "roberta": _bytes, "xlm-roberta": _unigrams}[architecture]()
     reserved = 0 if architecture == "bert" else 2
     special = (
@@ -143,7 +143,7 @@ def save_model(name: str, folder: Path) -> None:
         "model_max_length": POSITIONS,
         **dict(zip(("cls_token", "sep_token", "pad_token", "unk_token", "mask_token"), special, strict=True)),
         **({"bos_token": "<s>", "eos_token": "</s>"} if reserved else {"do_lower_case": True}),
-        **about,
+        **fields,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
@@ -158,7 +158,7 @@ def _word_pieces() -> Any:
     letters = sorted({*string.ascii_lowercase, *string.digits, *".,?!:;-'"})
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters]
     pieces += [f"##{letter}" for letter in (*string.ascii_lowercase, *string.digits)] + _words() + ["東", "京", "日"]
-    vocabulary = {piece: place for place, piece in enumerate(pieces)}
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -181,7 +181,7 @@ def _bytes() -> Any:
             if left + right not in pieces:
                 pieces.append(left + right)
                 merges.append((left, right))
-    vocabulary = {piece: place for place, piece in enumerate(pieces)}
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -210,7 +210,7 @@ def _unigrams() -> Any:
 
 
 def inputs() -> list[tuple[str, str]]:
-    """Questions and contexts: odd ones, and many more that are drawn."""
+    """Return questions and contexts: odd ones, and many random ones."""
     from hypothesis import HealthCheck, given, seed, settings
     from hypothesis import strategies as st
 
@@ -252,13 +252,13 @@ def inputs() -> list[tuple[str, str]]:
 
     draw()
     plain = [(question, context) for question in QUESTIONS for context in CORPUS]
-    strange = [(QUESTIONS[place % len(QUESTIONS)], context) for place, context in enumerate(ODD)]
-    asked = [(question, CORPUS[0]) for question in ODD[:-3] if len(question) < 100]
-    return [*plain, *strange, *asked, *list(drawn)[-GENERATED:]]
+    odd_inputs = [(QUESTIONS[index % len(QUESTIONS)], context) for index, context in enumerate(ODD)]
+    requests = [(question, CORPUS[0]) for question in ODD[:-3] if len(question) < 100]
+    return [*plain, *odd_inputs, *requests, *list(drawn)[-GENERATED:]]
 
 
 def ask(pipeline: Any, question: str, context: str, options: dict[str, Any]) -> Any:
-    """The answer, [score, start, end] each, a list of those for a list; None where the pipeline fails."""
+    """Return the answer, [score, start, end] each, a list of those for a list; None where the pipeline fails."""
     try:
         answer = pipeline(question=question, context=context, **options)
     except BaseException as error:  # what fails in Rust is no Exception
@@ -307,7 +307,7 @@ def record_tiny() -> tuple[Path, dict[str, Any]]:
 
     import transformers
 
-    asked = inputs()
+    requests = inputs()
     answers: dict[str, Any] = {}
     for name in MODELS:
         with tempfile.TemporaryDirectory() as folder:
@@ -315,25 +315,29 @@ def record_tiny() -> tuple[Path, dict[str, Any]]:
             pipeline = transformers.pipeline("question-answering", folder, device="cpu")
         shift = len(answers)  # so that over the models an input meets more of the options
         answers[name] = [
-            [place, which, ask(pipeline, *asked[place], OPTIONS[which])]
-            for place in range(len(asked))
-            for which in ((place + shift) % len(OPTIONS), (place * 3 + shift + 5) % len(OPTIONS))
+            [index, option_index, ask(pipeline, *requests[index], OPTIONS[option_index])]
+            for index in range(len(requests))
+            for option_index in ((index + shift) % len(OPTIONS), (index * 3 + shift + 5) % len(OPTIONS))
         ]
-    about = {"options": OPTIONS, "inputs": asked, "answers": answers, "squad": squad_scores(300)}
-    return HERE / "question_answering.json", about
+    fields = {"options": OPTIONS, "inputs": requests, "answers": answers, "squad": squad_scores(300)}
+    return HERE / "question_answering.json", fields
 
 
 def record_real(model: str, data: str) -> tuple[Path, dict[str, Any]]:
-    """Every 13th row, and those with the longest contexts."""
+    """Return every 13th row, and those with the longest contexts."""
     import transformers
 
     rows = [json.loads(line) for line in Path(data).read_text(encoding="utf-8").split("\n") if line]
-    longest = sorted(range(len(rows)), key=lambda place: -len(rows[place]["context"]))[:12]
+    longest = sorted(range(len(rows)), key=lambda index: -len(rows[index]["context"]))[:12]
     pipeline = transformers.pipeline("question-answering", model, device="cpu")
     answers = [
-        [place, which, ask(pipeline, rows[place]["question"], rows[place]["context"], REAL_OPTIONS[which])]
-        for number, place in enumerate(sorted({*range(0, len(rows), 13), *longest}))
-        for which in (number % len(REAL_OPTIONS), (number + 2 + number // 6 % 3) % len(REAL_OPTIONS))
+        [
+            index,
+            option_index,
+            ask(pipeline, rows[index]["question"], rows[index]["context"], REAL_OPTIONS[option_index]),
+        ]
+        for number, index in enumerate(sorted({*range(0, len(rows), 13), *longest}))
+        for option_index in (number % len(REAL_OPTIONS), (number + 2 + number // 6 % 3) % len(REAL_OPTIONS))
     ]
     return HERE / "question_answering_xquad.json", {"options": REAL_OPTIONS, "answers": answers}
 

@@ -1,7 +1,7 @@
-"""Our own runtime for encoders on NVIDIA GPUs: packed tokens, fused kernels, a CUDA graph for each size of batch.
+"""Backend for encoders on NVIDIA GPUs: padding-free batches, fused kernels, and a CUDA graph per bucket.
 
-Made from the PyTorch module's weights, with no graph between. A batch costs its real tokens, rounded up to a bucket;
-a bucket that was seen before is one launch.
+Artifacts are made from the weights of the PyTorch module, without an exported graph. A batch costs its real tokens,
+rounded up to a bucket, and runs with a single launch once its bucket was captured.
 """
 
 from __future__ import annotations
@@ -13,44 +13,47 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hasten.backends import (
-    MODEL,
-    Artifact,
-    Dialect,
-    RunOptions,
-    Source,
-    probe_on_gpu,
-    probe_packages,
+from hasten.backends import MODEL, Artifact, Dialect, RunOptions, Source, probe_capability, probe_on_gpu, probe_packages
+from hasten.backends.fused.session import (
+    CUDA,
+    DTYPES,
+    LOW_PRECISION,
+    METADATA_FILE,
+    FusedMetadata,
+    FusedSession,
+    read_metadata,
+    translate_torch_errors,
 )
-from hasten.backends.fused.session import ABOUT, CUDA, DTYPES, NARROW, About, FusedSession, read_about, translated
 from hasten.backends.torch import probe_torch_gpu
 from hasten.core.errors import StageError
-from hasten.core.hardware import Gpu, Machine
-from hasten.core.recording import recording
+from hasten.core.gpu.capture_lock import capture_lock
+from hasten.core.system.hardware import Gpu, Machine
 from hasten.core.tensors import Batch
 from hasten.core.variant import Precision, Support, Variant
 
 if TYPE_CHECKING:
-    from hasten.kernels.weights import Reading
+    from hasten.kernels.weights import ModelWeights
 
 FILE = "model.safetensors"
-# Tensor cores for bf16, and what the kernels are written for.
-OLDEST = (8, 0)
-# Those for fp8: Ada, Hopper and newer.
-_OLDEST = {Precision.FP8: (8, 9)}
-# Kernels that overlap.
+# Compute capability: Ampere has the bf16 tensor cores that the kernels use.
+MIN_CAPABILITY = (8, 0)
+# fp8 tensor cores: Ada, Hopper and newer.
+_MIN_CAPABILITIES = {Precision.FP8: (8, 9)}
+# Supports programmatic dependent launch.
 HOPPER = (9, 0)
-# GELU by tanh, which cuBLAS computes with the product in front of it.
-_GELU = "gelu"
-# Products of fp8 added up as tensor cores do by themselves, in fewer bits than fp32.
-_FAST = "fast"
-# Products that stay in half precision.
+# The tanh approximation of GELU, which cuBLAS fuses into the preceding GEMM.
+_TANH_GELU = "tanhgelu"
+# fp8 accumulation in the tensor cores, with fewer bits than fp32.
+_FAST_ACCUM = "fastaccum"
+# GEMMs that stay in half precision.
 _KEEP = "keep"
-# By the ranges of quantizers that stand in the module.
+# Ranges from the quantizers of the module.
 _QDQ = "qdq"
 
 
 class Fused:
+    """The `fused` backend."""
+
     name = "fused"
     requires = ("torch", "triton", "safetensors")
     extra = "fused"
@@ -58,30 +61,28 @@ class Fused:
     is_stored = True
 
     def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
-        support = probe_on_gpu(machine, variant, lambda: self._installed(machine.gpus[0]))
+        support = probe_on_gpu(machine, variant, lambda: self._probe_installation(machine.gpus[0]))
         if not support.ok or variant is None:
             return support
         gpu = machine.gpus[0]
-        if variant.precision not in (*DTYPES, *NARROW):
-            return Support.no(f"it does not compute in {variant.precision}")
-        oldest = _OLDEST.get(variant.precision, OLDEST)
-        if _capability(gpu) < oldest:
-            needed = ".".join(map(str, oldest))
-            return Support.no(f"{variant.precision} needs compute capability {needed}; {gpu.name} has {gpu.capability}")
-        if not all(_is_known(way, variant.precision) for way in variant.ways):
-            known = f"'{_GELU}', in eight bits '{_KEEP}N' and '{_QDQ}', and in fp8 '{_FAST}'"
-            return Support.no(f"of the ways that variants are made in it knows {known}, and no others")
+        if variant.precision not in (*DTYPES, *LOW_PRECISION):
+            return Support.no(f"{variant.precision} is not supported")
+        min_capability = _MIN_CAPABILITIES.get(variant.precision, MIN_CAPABILITY)
+        if not (support := probe_capability(gpu, min_capability, variant.precision)).ok:
+            return support
+        if not all(_is_supported(modifier, variant.precision) for modifier in variant.modifiers):
+            supported = f"'{_TANH_GELU}', in 8 bits '{_KEEP}N' and '{_QDQ}', and in fp8 '{_FAST_ACCUM}'"
+            return Support.no(f"the only modifiers it supports are {supported}")
         return probe_torch_gpu(machine)
 
-    def _installed(self, gpu: Gpu) -> Support:
-        """No package is asked for where the GPU is too old for it."""
-        if _capability(gpu) < OLDEST:
-            return Support.no(f"it needs compute capability 8.0, and {gpu.name} has {gpu.capability}")
-        return probe_packages(self)
+    def _probe_installation(self, gpu: Gpu) -> Support:
+        """Check the GPU first: missing packages do not matter if it is too old."""
+        support = probe_capability(gpu, MIN_CAPABILITY)
+        return probe_packages(self) if support.ok else support
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
-        """Eight bits have to be calibrated first."""
-        offered = [Variant(self.name, Precision.FP16, CUDA, ways) for ways in ((), (_GELU,))]
+        """Return the variants that need no calibration; 8-bit ones do."""
+        offered = [Variant(self.name, Precision.FP16, CUDA, modifiers) for modifiers in ((), (_TANH_GELU,))]
         return [variant for variant in offered if self.probe(machine, variant).ok]
 
     def check_module(self, module: Any) -> None:
@@ -90,23 +91,24 @@ class Fused:
         read(module.model)
 
     def make(self, source: Source, variant: Variant, directory: Path) -> Artifact:
+        """Write the weights and metadata of a variant, with tuning results where there is a GPU."""
         import torch
         from safetensors.torch import save_file
 
-        from hasten.kernels.activation import TANH
+        from hasten.kernels.ops.activation import TANH
         from hasten.kernels.weights import read_dense
 
         module: Any = source.module
-        reading = _read(source, variant)
-        # Where token vectors are pooled, what stands behind them is not the model's but the pooling's.
+        model = _read(source, variant)
+        # A pooled model has the layers after its pooling as head, not those of the transformers model.
         pooled = getattr(module, "head", None)
         pooling = tuple(str(kind.value) for kind in pooled.pooling) if pooled is not None else ()
-        steps, dense = read_dense(pooled.dense) if pooled is not None else (reading.head, {})
-        geometry = replace(reading.geometry, activation=TANH) if _GELU in variant.ways else reading.geometry
-        normalizes = bool(pooled is not None and pooled.normalize)
-        about = About(geometry, steps, pooling, normalizes, sums_fast=_FAST in variant.ways)
-        save_file({**_narrowed(reading, source, variant), **dense}, directory / FILE)
-        (directory / ABOUT).write_bytes(msgspec.json.encode(about))
+        head, dense = read_dense(pooled.dense) if pooled is not None else (model.head, {})
+        geometry = replace(model.geometry, activation=TANH) if _TANH_GELU in variant.modifiers else model.geometry
+        normalize = bool(pooled is not None and pooled.normalize)
+        metadata = FusedMetadata(geometry, head, pooling, normalize, fast_accum=_FAST_ACCUM in variant.modifiers)
+        save_file({**_quantize(model, source, variant), **dense}, directory / FILE)
+        (directory / METADATA_FILE).write_bytes(msgspec.json.encode(metadata))
         artifact = Artifact(variant, source.signature, directory, {MODEL: FILE})
         if torch.cuda.is_available():
             with self.open(artifact, RunOptions()) as session:
@@ -114,88 +116,83 @@ class Fused:
         return artifact
 
     def most_sensitive(self, source: Source, variant: Variant) -> Sequence[str]:
-        from hasten.kernels.calibrate import most_sensitive
+        from hasten.kernels.quantize_weights import most_sensitive
 
-        reading = _read(source, variant)
-        with translated(f"the products of {variant} cannot be told apart"):
-            return most_sensitive(reading.geometry, _placed(reading), _rows(source, variant), _narrow(variant))
+        model = _read(source, variant)
+        with translate_torch_errors(f"the sensitivity of {variant} cannot be measured"):
+            return most_sensitive(
+                model.geometry, _to_compute_device(model), _calibration_rows(source, variant), _quantized_dtype(variant)
+            )
 
     def tune(self, artifact: Artifact) -> None:
-        """Measure what its build has measured, on its own GPU and with its libraries, for those that are here."""
+        """Tune for this machine, unless the bundle or the cache has results for its GPU and libraries."""
         with self.open(artifact, RunOptions()) as session:
-            if not session.lane.is_tuned:
+            if not session.slot.is_tuned:
                 session.tune()
 
     def open(self, artifact: Artifact, options: RunOptions) -> FusedSession:
         import torch
         from safetensors.torch import load_file
 
-        about = read_about(artifact)
-        with translated(f"{artifact.variant} cannot be loaded"), recording.beside_others():
+        metadata = read_metadata(artifact)
+        with translate_torch_errors(f"{artifact.variant} cannot be loaded"), capture_lock.shared():
             weights = load_file(artifact.path(), device=CUDA)
-            is_dependent = torch.cuda.get_device_capability() >= HOPPER
-            return FusedSession(about, weights, artifact, device=CUDA, is_dependent=is_dependent)
+            use_pdl = torch.cuda.get_device_capability() >= HOPPER
+            return FusedSession(metadata, weights, artifact, device=CUDA, use_pdl=use_pdl)
 
 
-def _capability(gpu: Gpu) -> tuple[int, ...]:
-    return tuple(map(int, gpu.capability.split(".")))
+def _is_supported(modifier: str, precision: Precision) -> bool:
+    """Accept any number after `keep`: the builder decides which GEMMs that means."""
+    is_quantization = precision in LOW_PRECISION and (modifier == _QDQ or modifier.startswith(_KEEP))
+    return modifier == _TANH_GELU or is_quantization or (modifier == _FAST_ACCUM and precision is Precision.FP8)
 
 
-def _is_known(way: str, precision: Precision) -> bool:
-    """How many products are kept is the builder's business, which says which."""
-    is_of_products = precision in NARROW and (way == _QDQ or way.startswith(_KEEP))
-    return way == _GELU or is_of_products or (way == _FAST and precision is Precision.FP8)
-
-
-def _read(source: Source, variant: Variant) -> Reading:
-    """The model's weights in half precision."""
+def _read(source: Source, variant: Variant) -> ModelWeights:
+    """Read the model's weights in half precision."""
     import torch
 
     from hasten.kernels.weights import cast, read
 
     module: Any = source.module
-    return cast(read(module.model), getattr(torch, DTYPES[_half(variant)]))
+    precision = Precision.FP16 if variant.precision in LOW_PRECISION else variant.precision
+    return cast(read(module.model), getattr(torch, DTYPES[precision]))
 
 
-def _half(variant: Variant) -> Precision:
-    return Precision.FP16 if variant.precision in NARROW else variant.precision
-
-
-def _narrow(variant: Variant) -> Any:
+def _quantized_dtype(variant: Variant) -> Any:
     import torch
 
-    return getattr(torch, NARROW[variant.precision])
+    return getattr(torch, LOW_PRECISION[variant.precision])
 
 
-def _narrowed(reading: Reading, source: Source, variant: Variant) -> Mapping[str, Any]:
-    """With the weights of products in eight bits, where that is the variant's precision."""
-    if variant.precision not in NARROW:
-        return reading.weights
-    from hasten.kernels.calibrate import narrowed, narrowed_by, watched
+def _quantize(model: ModelWeights, source: Source, variant: Variant) -> Mapping[str, Any]:
+    """Quantize the weights of GEMMs to 8 bits, where that is the variant's precision."""
+    if variant.precision not in LOW_PRECISION:
+        return model.weights
+    from hasten.kernels.quantize_weights import observe_activations, quantize_weights, quantize_with_module
     from hasten.kernels.weights import ranges
 
-    if _QDQ in variant.ways:
+    if _QDQ in variant.modifiers:
         module: Any = source.module
-        found = ranges(module.model)
-        if not found:
-            raise StageError("no product of the encoder has quantizers that are on and calibrated")
-        return narrowed_by(reading.weights, found, _narrow(variant))
-    with translated(f"{variant} cannot be calibrated"):
-        taken = watched(reading.geometry, _placed(reading), _rows(source, variant))
-        return narrowed(reading.weights, taken, _narrow(variant), source.keep)
+        amax = ranges(module.model)
+        if not amax:
+            raise StageError("no linear layer of the encoder has enabled and calibrated quantizers")
+        return quantize_with_module(model.weights, amax, _quantized_dtype(variant))
+    with translate_torch_errors(f"{variant} cannot be calibrated"):
+        observed = observe_activations(model.geometry, _to_compute_device(model), _calibration_rows(source, variant))
+        return quantize_weights(model.weights, observed, _quantized_dtype(variant), source.keep)
 
 
-def _placed(reading: Reading) -> Mapping[str, Any]:
-    """Where they are computed with: on the CPU, through Triton's interpreter, in fp32."""
+def _to_compute_device(model: ModelWeights) -> Mapping[str, Any]:
+    """Move the weights to the GPU; on the CPU, Triton's interpreter runs in fp32."""
     import torch
 
-    on_gpu = torch.cuda.is_available()
-    return {name: value.to(CUDA) if on_gpu else value.float() for name, value in reading.weights.items()}
+    has_gpu = torch.cuda.is_available()
+    return {name: value.to(CUDA) if has_gpu else value.float() for name, value in model.weights.items()}
 
 
-def _rows(source: Source, variant: Variant) -> Batch:
+def _calibration_rows(source: Source, variant: Variant) -> Batch:
     if source.calibration is None or not len(source.calibration):
-        raise StageError(f"{variant} is calibrated, and there are no rows to calibrate on")
+        raise StageError(f"{variant} needs calibration rows, and there are none")
     return source.calibration
 
 

@@ -1,4 +1,4 @@
-"""A session of the fused runtime: batches are packed, computed by a graph of their size, and taken apart again."""
+"""Session of the `fused` backend: packs a batch, replays the CUDA graph of its bucket, and unpacks the results."""
 
 from __future__ import annotations
 
@@ -14,101 +14,103 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from hasten.backends import Artifact, OpenSession
-from hasten.core.buckets import check_ids, check_lengths
+from hasten.backends import Artifact, Session
 from hasten.core.errors import HastenError, StageError
-from hasten.core.recording import recording
+from hasten.core.gpu.capture_lock import capture_lock
+from hasten.core.gpu.padded_buckets import check_ids, check_lengths
 from hasten.core.tensors import MASKS, Batch, FloatArray, Layout, Outputs, SessionSpec, gather
 from hasten.core.variant import Precision
 
 if TYPE_CHECKING:
-    from hasten.kernels.encoder import Encoder, Geometry, Packed
-    from hasten.kernels.packing import Bucket
-    from hasten.kernels.products import Products
-    from hasten.kernels.replay import Fill, Replay
+    from hasten.kernels.cuda.packed_buckets import Bucket
+    from hasten.kernels.cuda.replay import Fill, GraphReplay
+    from hasten.kernels.encoder import Encoder, Geometry, PackedBatch
+    from hasten.kernels.gemm.cublaslt import CublasLtGemms
 
 CUDA = "cuda"
-ABOUT = "fused.json"
+METADATA_FILE = "fused.json"
 DTYPES = {Precision.FP16: "float16", Precision.BF16: "bfloat16"}
-# What products are computed in, where it is not what all else is.
-NARROW = {Precision.FP8: "float8_e4m3fn", Precision.INT8: "int8"}
-# What the columns of a batch are called, and the tables that they are looked up in.
-_TABLES = {"input_ids": ("token", "words"), "token_type_ids": ("token type", "kinds")}
+# Precisions of the GEMMs; everything else stays in half precision.
+LOW_PRECISION = {Precision.FP8: "float8_e4m3fn", Precision.INT8: "int8"}
+# The columns of a batch: their names in messages, and their embedding tables.
+_TABLES = {"input_ids": ("token", "word_embeddings"), "token_type_ids": ("token type", "token_type_embeddings")}
 _CLS, _LAST = "cls", "lasttoken"
-# For batches of more than runs at once.
-LANES = 2
+# Parts of a large batch that are in flight at once.
+_SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class About:
-    """What the file of weights does not say."""
+class FusedMetadata:
+    """The contents of fused.json: everything but the weights."""
 
     geometry: Geometry
-    # Layers and activations behind the encoder, by their names in the file; and how tokens become rows before them.
+    # The layers and activations of the head, by their names in the file, and the pooling before them.
     head: tuple[str, ...]
     pooling: tuple[str, ...]
     normalize: bool
-    # Whether products of fp8 are added up in fewer bits than fp32.
-    sums_fast: bool = False
+    # Whether fp8 GEMMs accumulate in the tensor cores, with fewer bits than fp32.
+    fast_accum: bool = False
 
 
-def read_about(artifact: Artifact) -> About:
+def read_metadata(artifact: Artifact) -> FusedMetadata:
+    """Read fused.json."""
     from hasten.kernels.encoder import Geometry
 
     try:
-        # Imported late, so that its name is not known where the types are read.
-        raw = msgspec.json.decode((artifact.directory / ABOUT).read_bytes())
+        # Geometry is imported late, so msgspec cannot resolve the annotation of FusedMetadata.
+        raw = msgspec.json.decode((artifact.directory / METADATA_FILE).read_bytes())
         geometry = msgspec.convert(raw.pop("geometry"), Geometry)
-        is_fast = bool(raw.get("sums_fast", False))
-        return About(geometry, tuple(raw["head"]), tuple(raw["pooling"]), raw["normalize"], is_fast)
+        fast_accum = bool(raw.get("fast_accum", False))
+        return FusedMetadata(geometry, tuple(raw["head"]), tuple(raw["pooling"]), raw["normalize"], fast_accum)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise StageError(f"{artifact.variant} cannot be loaded: {ABOUT}: {error}") from error
+        raise StageError(f"{artifact.variant} cannot be loaded: {METADATA_FILE}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """What a batch needs for itself on its way over the device; weights are everybody's."""
+class PipelineSlot:
+    """The stream, graphs and workspaces of one batch in flight; slots share the weights."""
 
     encoder: Encoder
-    products: Products | None
-    replay: Replay
+    cublaslt: CublasLtGemms | None
+    replay: GraphReplay
     is_tuned: bool
 
     def close(self) -> None:
+        """Free the graphs and the cuBLASLt handle."""
         self.replay.clear()
-        if self.products is not None:
-            self.products.close()
+        if self.cublaslt is not None:
+            self.cublaslt.close()
 
 
-class FusedSession(OpenSession):
-    """One thread's. On the CPU, through Triton's interpreter, it is for tests.
+class FusedSession(Session):
+    """A loaded model. Not thread-safe. On the CPU, for tests, it runs through Triton's interpreter.
 
-    `prunes`: the last layer is computed for the tokens alone whose states are read.
+    `prunes` restricts the last layer to the tokens whose states are read.
     """
 
     def __init__(
         self,
-        about: About,
+        metadata: FusedMetadata,
         weights: Mapping[str, Any],
         artifact: Artifact,
         *,
         device: str,
-        is_dependent: bool,
+        use_pdl: bool,
         prunes: bool = True,
     ) -> None:
-        self._about, self._weights, self.prunes = about, weights, prunes
-        self._device, self._is_dependent, self._directory = device, is_dependent, artifact.directory
-        self._lanes = [self._lane()]
+        self._metadata, self._weights, self.prunes = metadata, weights, prunes
+        self._device, self._use_pdl, self._directory = device, use_pdl, artifact.directory
+        self._slots = [self._new_slot()]
         self.spec = SessionSpec(artifact.signature, Layout.PACKED, artifact.variant.device, _precision(weights).value)
         self._is_closed = False
-        self._is_of_masks = MASKS in artifact.signature.outputs[0].shape
-        # Of the tables that ids are looked up in: to ask a tensor takes a while, and every batch would.
+        self._picks_masks = MASKS in artifact.signature.outputs[0].shape
+        # Cached, since asking a tensor for its length is slow and every batch needs it.
         self._table_rows = {
             column: (name, len(weights[table])) for column, (name, table) in _TABLES.items() if table in weights
         }
 
     def run(self, batch: Batch) -> Outputs:
-        from hasten.kernels.packing import MOST_PICKED, MOST_TOKENS, PART_TOKENS, parts
+        from hasten.kernels.packing import MAX_PICKED, MAX_TOKENS, PART_TOKENS, split_rows
 
         if self._is_closed:
             raise StageError("the session is closed")
@@ -117,179 +119,182 @@ class FusedSession(OpenSession):
         for column, (name, count) in self._table_rows.items():
             if column in batch.values:
                 check_ids(name, batch.values[column], count)
-        masks = signature.counts(signature.outputs[0], batch) if self._is_of_masks else None
-        is_few = tokens <= MOST_TOKENS and (masks is None or int(masks.sum()) <= MOST_PICKED)
-        with translated(f"a batch of {len(batch)} failed"):
-            if is_few or len(batch) == 1:
-                return self._outputs(self.lane.replay(*self._packing(batch, tokens)), batch)
-            rows = parts(batch.lengths, PART_TOKENS, masks)
-            return gather(list(zip(rows, self._in_turn(map(batch.take, rows)), strict=True)), batch, signature)
+        masks = signature.counts(signature.outputs[0], batch) if self._picks_masks else None
+        fits = tokens <= MAX_TOKENS and (masks is None or int(masks.sum()) <= MAX_PICKED)
+        with translate_torch_errors(f"a batch of {len(batch)} failed"):
+            if fits or len(batch) == 1:
+                return self._outputs(self.slot.replay(*self._bucket_and_fill(batch, tokens)), batch)
+            parts = split_rows(batch.lengths, PART_TOKENS, masks)
+            return gather(list(zip(parts, self._run_parts(map(batch.take, parts)), strict=True)), batch, signature)
 
-    def tune(self, folder: Path | None = None) -> None:
-        """For all sizes of batches; kept there, or in the cache."""
-        from hasten.kernels.tuning import FILE, cached, tune
+    def tune(self, directory: Path | None = None) -> None:
+        """Tune for all bucket sizes, and write the results to the directory or to the cache."""
+        from hasten.kernels.tuning import FILE, cache_file, tune
 
-        encoder, products = self.lane.encoder, self.lane.products
-        assert products is not None
-        file = cached(encoder, products) if folder is None else folder / FILE
-        with translated("its products cannot be timed"):
-            tune(encoder, products).write(file)
+        encoder, cublaslt = self.slot.encoder, self.slot.cublaslt
+        assert cublaslt is not None
+        file = cache_file(encoder, cublaslt) if directory is None else directory / FILE
+        with translate_torch_errors("tuning failed"):
+            tune(encoder, cublaslt).write(file)
 
     @property
-    def most_tokens(self) -> int:
-        from hasten.kernels.packing import MOST_TOKENS
+    def max_batch_tokens(self) -> int:
+        from hasten.kernels.packing import MAX_TOKENS
 
-        return MOST_TOKENS
+        return MAX_TOKENS
 
     def rounded(self, tokens: int) -> int:
-        from hasten.kernels.packing import Bucket
+        from hasten.kernels.cuda.packed_buckets import Bucket
 
         return Bucket.of(tokens, 1).tokens
 
     def samples(self, tokens: int, rows: int) -> Sequence[Batch]:
-        from hasten.kernels.replay import MOST_GRAPHS
-        from hasten.kernels.sizes import samples
+        from hasten.kernels.cuda.replay import MAX_GRAPHS
+        from hasten.kernels.warmup_batches import samples
 
-        return samples(tokens, rows, self.spec.signature)[:MOST_GRAPHS]
+        return samples(tokens, rows, self.spec.signature)[:MAX_GRAPHS]
 
     def close(self) -> None:
-        """Its memory is the GPU's, of which the garbage collector knows nothing: nothing may be left to that."""
+        """Free the GPU memory now: the garbage collector does not know about it."""
         if self._is_closed:
             return
         self._is_closed = True
-        with recording.beside_others():
-            for lane in self._lanes:
-                lane.close()
-            self._weights, self._lanes = {}, []
+        with capture_lock.shared():
+            for slot in self._slots:
+                slot.close()
+            self._weights, self._slots = {}, []
 
     @property
-    def lane(self) -> Lane:
-        """The one for what runs at once."""
-        return self._lanes[0]
+    def slot(self) -> PipelineSlot:
+        """Return the slot of batches that run at once."""
+        return self._slots[0]
 
-    def _in_turn(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
-        """Several at a time: where one leaves the device idle another is computed, and the host reads and packs."""
-        while len(self._lanes) < LANES:
-            with recording.beside_others():
-                self._lanes.append(self._lane())
-        started: deque[tuple[Lane, Batch]] = deque()
+    def _run_parts(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
+        """Run several batches concurrently: one fills the gaps of another, and the host packs and reads meanwhile."""
+        while len(self._slots) < _SLOTS:
+            with capture_lock.shared():
+                self._slots.append(self._new_slot())
+        in_flight: deque[tuple[PipelineSlot, Batch]] = deque()
 
-        def finished() -> Outputs:
-            lane, batch = started.popleft()
-            return self._outputs(lane.replay.finish(), batch)
+        def finish_first() -> Outputs:
+            slot, batch = in_flight.popleft()
+            return self._outputs(slot.replay.finish(), batch)
 
         try:
-            for batch, lane in zip(batches, cycle(self._lanes), strict=False):
-                if len(started) == LANES:
-                    yield finished()
-                lane.replay.start(*self._packing(batch, batch.tokens))
-                started.append((lane, batch))
-            while started:
-                yield finished()
+            for batch, slot in zip(batches, cycle(self._slots), strict=False):
+                if len(in_flight) == _SLOTS:
+                    yield finish_first()
+                slot.replay.start(*self._bucket_and_fill(batch, batch.tokens))
+                in_flight.append((slot, batch))
+            while in_flight:
+                yield finish_first()
         finally:
-            # After an error: nobody may be at work where the next batch is packed.
-            for lane, _ in started:
-                lane.replay.finish()
+            # After an error, wait until no slot uses the buffers that the next batch is packed into.
+            for slot, _ in in_flight:
+                slot.replay.finish()
 
-    def _lane(self) -> Lane:
+    def _new_slot(self) -> PipelineSlot:
         import torch
 
-        from hasten.kernels.dependent import shared_bytes
+        from hasten.kernels.cuda.replay import GraphReplay
         from hasten.kernels.encoder import Encoder
-        from hasten.kernels.products import Products
-        from hasten.kernels.replay import Replay
+        from hasten.kernels.gemm.cublaslt import CublasLtGemms
+        from hasten.kernels.ops.pdl import shared_bytes
         from hasten.kernels.tuning import find
 
         weights, is_gpu = self._weights, self._device == CUDA
-        products = Products(weights["words"].dtype, sums_fast=self._about.sums_fast) if is_gpu else None
+        dtype, fast_accum = weights["word_embeddings"].dtype, self._metadata.fast_accum
+        cublaslt = CublasLtGemms(dtype, fast_accum=fast_accum) if is_gpu else None
         encoder = Encoder(
-            self._about.geometry,
+            self._metadata.geometry,
             weights,
-            is_dependent=self._is_dependent,
-            products=products,
+            use_pdl=self._use_pdl,
+            cublaslt=cublaslt,
             shared_bytes=shared_bytes(torch.cuda.current_device()) if is_gpu else None,
         )
-        tuning = find(encoder, products, self._directory) if products is not None else None
-        if products is not None and tuning is not None:
-            tuning.apply(encoder, products)
-        replay = Replay(partial(self._compute, encoder), self._device, products)
-        return Lane(encoder, products, replay, is_tuned=tuning is not None)
+        tuning = find(encoder, cublaslt, self._directory) if cublaslt is not None else None
+        if cublaslt is not None and tuning is not None:
+            tuning.apply(encoder, cublaslt)
+        replay = GraphReplay(partial(self._compute, encoder), self._device)
+        return PipelineSlot(encoder, cublaslt, replay, is_tuned=tuning is not None)
 
-    def _packing(self, batch: Batch, tokens: int) -> tuple[Bucket, Fill]:
-        from hasten.kernels.packing import Bucket, pack, places_of
+    def _bucket_and_fill(self, batch: Batch, tokens: int) -> tuple[Bucket, Fill]:
+        from hasten.kernels.cuda.packed_buckets import Bucket
+        from hasten.kernels.packing import pack, row_positions
 
         masks = None
-        if self._is_of_masks:
+        if self._picks_masks:
             masks = np.flatnonzero(batch.values["input_ids"] == self.spec.signature.mask_id)
         bucket = Bucket.of(tokens, len(batch), None if masks is None else len(masks))
-        first = self._about.geometry.first_place
-        places = places_of(batch, first)
-        return bucket, partial(pack, batch=batch, bucket=bucket, first_place=first, places=places, picked=masks)
+        offset = self._metadata.geometry.position_offset
+        positions = row_positions(batch, offset)
+        fill = partial(pack, batch=batch, bucket=bucket, position_offset=offset, positions=positions, picked=masks)
+        return bucket, fill
 
     def _outputs(self, results: FloatArray, batch: Batch) -> Outputs:
-        """Without what the bucket had room for; where there are several outputs, each is a column."""
+        """Drop the unused rows of the bucket; with several outputs, each is a column."""
         signature = self.spec.signature
-        found = results[: signature.count(signature.outputs[0], batch)]
+        rows = results[: signature.count(signature.outputs[0], batch)]
         if len(signature.outputs) == 1:
-            return {signature.outputs[0].name: found.copy()}
-        return {spec.name: found[:, place].copy() for place, spec in enumerate(signature.outputs)}
+            return {signature.outputs[0].name: rows.copy()}
+        return {spec.name: rows[:, index].copy() for index, spec in enumerate(signature.outputs)}
 
-    def _compute(self, encoder: Encoder, whole: Any, bucket: Bucket) -> Any:
-        """From the packed batch to what the task reads: scores or vectors, of rows, of tokens or of masks."""
+    def _compute(self, encoder: Encoder, buffer: Any, bucket: Bucket) -> Any:
+        """Compute the outputs of the task, scores or vectors, per row, per token or per mask."""
         import torch
 
-        from hasten.kernels.layers import through
         from hasten.kernels.packing import unpack
+        from hasten.kernels.task_head import run_layers
 
-        batch = unpack(whole, bucket)
-        rows = self._rows(whole, bucket, batch)
-        if rows is not None and self.prunes and bucket.tokens > encoder.few_tokens:
-            hidden, rows = encoder.many(batch, rows), None
+        batch = unpack(buffer, bucket)
+        rows = self._rows(buffer, bucket, batch)
+        if rows is not None and self.prunes and bucket.tokens > encoder.small_batch_max_tokens:
+            hidden, rows = encoder.large_batch(batch, rows), None
         else:
             hidden = encoder(batch)
-            if rows is None and self._about.pooling:
+            if rows is None and self._metadata.pooling:
                 hidden = self._pooled(hidden, batch.starts)
-        answers = through(hidden, rows, self._about.head, self._weights, self._about.geometry.eps).float()
-        return torch.nn.functional.normalize(answers, dim=-1) if self._about.normalize else answers
+        answers = run_layers(hidden, rows, self._metadata.head, self._weights, self._metadata.geometry.eps).float()
+        return torch.nn.functional.normalize(answers, dim=-1) if self._metadata.normalize else answers
 
-    def _rows(self, whole: Any, bucket: Bucket, batch: Packed) -> Any | None:
-        """The tokens whose states are read; None where all are."""
-        from hasten.kernels.packing import picked_of
+    def _rows(self, buffer: Any, bucket: Bucket, batch: PackedBatch) -> Any | None:
+        """Return the tokens whose states are read, or None for all."""
+        from hasten.kernels.packing import picked_rows
 
-        about = self._about
-        if self._is_of_masks:
-            return picked_of(whole, bucket)
-        if about.pooling == (_LAST,):
+        metadata = self._metadata
+        if self._picks_masks:
+            return picked_rows(buffer, bucket)
+        if metadata.pooling == (_LAST,):
             return (batch.starts[1:] - 1).clamp(min=0)
-        if self.spec.signature.outputs[0].is_per_token or about.pooling not in ((), (_CLS,)):
+        if self.spec.signature.outputs[0].is_per_token or metadata.pooling not in ((), (_CLS,)):
             return None
         return batch.starts[:-1]
 
     def _pooled(self, hidden: Any, starts: Any) -> Any:
         import torch
 
-        from hasten.kernels.pool import pool
+        from hasten.kernels.ops.pool import pool
 
-        # A sequence that the bucket has room for, and the batch does not have, begins behind the last token.
+        # Unused sequences of the bucket start behind the last token.
         rows = {_CLS: starts[:-1].clamp(max=hidden.shape[0] - 1), _LAST: (starts[1:] - 1).clamp(min=0)}
-        kinds = self._about.pooling
+        kinds = self._metadata.pooling
         vectors = [hidden[rows[kind]].float() if kind in rows else pool(hidden, starts, kind) for kind in kinds]
         return torch.cat(vectors, dim=1) if len(vectors) > 1 else vectors[0]
 
 
 def _precision(weights: Mapping[str, Any]) -> Precision:
-    """That of the narrowest of the weights that products have."""
-    found = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
-    narrow = next((precision for precision, name in NARROW.items() if name in found), None)
-    if narrow is not None:
-        return narrow
-    halves = {name: precision for precision, name in DTYPES.items()} | {"float32": Precision.FP32}
-    return halves[str(weights["words"].dtype).removeprefix("torch.")]
+    """Return the lowest precision among the weights."""
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
+    for precision, name in LOW_PRECISION.items():
+        if name in dtypes:
+            return precision
+    precisions = {f"torch.{name}": precision for precision, name in DTYPES.items()} | {"torch.float32": Precision.FP32}
+    return precisions[str(weights["word_embeddings"].dtype)]
 
 
 @contextmanager
-def translated(failure: str) -> Iterator[None]:
-    """PyTorch, Triton and cuBLAS raise classes of their own, which have nothing in common."""
+def translate_torch_errors(failure: str) -> Iterator[None]:
+    """Raise StageError for the exceptions of PyTorch, Triton and cuBLAS, which have no common base class."""
     try:
         yield
     except HastenError:

@@ -1,6 +1,6 @@
-"""One graph in ONNX Runtime on an NVIDIA GPU: buffers there for each bucket of shapes, and a CUDA graph over them.
+"""Run one graph in ONNX Runtime on an NVIDIA GPU, with device buffers and a captured CUDA graph per bucket of shapes.
 
-What a batch costs the host is one copy for each input, one launch, and one copy for each output.
+The host's cost per batch is one copy per input, one launch, and one copy per output.
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from hasten.backends import MODEL, Artifact, PaddedSession, RunOptions, probe_gpu
-from hasten.backends.onnxruntime.session import CPU_PROVIDER, CUDA_PROVIDER, Placement, placements, settings
-from hasten.core.buckets import bucket_of, fill, take_out
+from hasten.backends import MODEL, Artifact, PaddedSession, RunOptions, probe_gpu, to_dims
+from hasten.backends.onnxruntime.session import (
+    CPU_PROVIDER,
+    CUDA_PROVIDER,
+    NodePlacement,
+    node_placements,
+    session_options,
+)
 from hasten.core.errors import StageError
-from hasten.core.hardware import Machine
-from hasten.core.recording import recording
+from hasten.core.gpu.capture_lock import capture_lock
+from hasten.core.gpu.padded_buckets import bucket_of
+from hasten.core.system.hardware import Machine
 from hasten.core.tensors import (
-    BATCH,
-    SEQUENCE,
+    MASKS,
     Batch,
     FloatArray,
     IntArray,
@@ -32,22 +37,24 @@ from hasten.core.tensors import (
     SessionSpec,
     Shape,
     Signature,
+    pad,
+    unpad,
 )
 from hasten.core.variant import CUDA, Support
 
 logger = logging.getLogger("hasten")
 
 _HINT = "pip uninstall --yes onnxruntime, then pip install onnxruntime-gpu: the two cannot be installed side by side"
-# Each holds some of the driver's memory, and ONNX Runtime gives none back; batches of further shapes run without one.
-_MOST_GRAPHS = 256
+# Each CUDA graph holds driver memory that ONNX Runtime never releases; batches of further shapes run without one.
+_MAX_GRAPHS = 256
 _NO_GRAPH = -1
-# Between the memory of the two processors: ONNX Runtime puts them where a node of one reads what the other wrote.
+# Nodes that ONNX Runtime inserts where a node on one device reads the output of a node on the other.
 _COPIES = ("MemcpyToHost", "MemcpyFromHost")
-_NAMED = 3
+_MAX_NAMED_NODES = 3
 
 
 def probe_provider(machine: Machine) -> Support:
-    """Whether the ONNX Runtime that is installed has its provider for a GPU that is there."""
+    """Return whether the installed ONNX Runtime has its CUDA execution provider, and the machine a GPU."""
     support = probe_gpu(machine)
     if not support.ok:
         return support
@@ -55,31 +62,31 @@ def probe_provider(machine: Machine) -> Support:
 
     if CUDA_PROVIDER in onnxruntime.get_available_providers():
         return support
-    return Support.no("the ONNX Runtime that is installed has no provider for a GPU", _HINT)
+    return Support.no("the installed ONNX Runtime has no CUDA execution provider", _HINT)
 
 
 class CudaSession(PaddedSession):
-    """On the CPU, where nothing is captured, it is for tests."""
+    """A graph on the CUDA execution provider. With another `device` it runs on the CPU without capture, for tests."""
 
     def __init__(
-        self, artifact: Artifact, options: RunOptions, profile: str | None = None, *, device: str = CUDA
+        self, artifact: Artifact, options: RunOptions, profile_folder: str | None = None, *, device: str = CUDA
     ) -> None:
         signature = artifact.signature
         self._device = device
-        self._has_graphs = device == CUDA and profile is None and has_fixed_outputs(signature)
+        self._uses_graphs = device == CUDA and profile_folder is None and has_fixed_outputs(signature)
         try:
-            with recording.beside_others():
-                self.runtime: Any = self._open(artifact, profile)
+            with capture_lock.shared():
+                self.runtime: Any = self._open(artifact, profile_folder)
         except Exception as error:  # the binding raises its own unrelated classes
             raise StageError(f"ONNX Runtime cannot load {artifact.variant}: {error}") from error
         check_started(self.runtime, device)
         self._buckets: dict[Shape, _Bucket] = {}
-        # Also of those that failed: a number is never that of another graph.
-        self._graphs = 0
-        # Proven when it was made (stored_precision); the bundle's hashes keep it so.
+        # Counts failed captures too, so that the id of a graph is never used twice.
+        self._graph_count = 0
+        # The precision was checked when the variant was made (stored_precision); the bundle's hashes protect it.
         self.spec = SessionSpec(signature, Layout.PADDED, device, artifact.variant.precision)
 
-    @recording.beside_others()
+    @capture_lock.shared()
     def close(self) -> None:
         self._buckets.clear()
         self.runtime = None
@@ -88,50 +95,50 @@ class CudaSession(PaddedSession):
         if self.runtime is None:
             raise StageError("the session is closed")
         signature = self.spec.signature
-        room = bucket_of(batch, signature)
-        feeds = fill(batch, signature, room)
-        is_new = room not in self._buckets
+        shape = bucket_of(batch, signature)
+        feeds = pad(batch, signature, shape)
+        is_new = shape not in self._buckets
         try:
-            with recording.alone() if is_new and self._records_next else recording.beside_others():
-                results = self._bucket(room)(feeds)
+            with capture_lock.exclusive() if is_new and self._captures_next else capture_lock.shared():
+                results = self._bucket(shape)(feeds)
         except Exception as error:
             if is_new:
-                # It may have been recorded, with buffers that are no more: the next one begins anew.
-                self._buckets.pop(room, None)
+                # The capture may have succeeded with buffers that are freed now: the next batch captures a new graph.
+                self._buckets.pop(shape, None)
             raise StageError(f"ONNX Runtime failed on a batch of {len(batch)}: {error}") from error
-        return take_out(results, batch, signature, room)
+        return unpad(results, batch, signature, shape)
 
-    def _open(self, artifact: Artifact, profile: str | None) -> Any:
-        """Where the whole cannot be one CUDA graph, a branch in it say, it runs node by node, and says so."""
+    def _open(self, artifact: Artifact, profile_folder: str | None) -> Any:
+        """Open the graph; if it cannot be captured, because of a branch for example, log it and run node by node."""
         graph, reason = str(artifact.path(MODEL)), ""
-        if self._has_graphs:
+        if self._uses_graphs:
             try:
-                return open_graph(graph, self._device, profile, {"enable_cuda_graph": "1"})
+                return open_graph(graph, self._device, profile_folder, {"enable_cuda_graph": "1"})
             except Exception as error:  # the binding raises its own unrelated classes
                 reason = str(error).strip()
-        self._has_graphs = False
-        session = open_graph(graph, self._device, profile)
+        self._uses_graphs = False
+        session = open_graph(graph, self._device, profile_folder)
         if reason:
             logger.warning("%s runs without CUDA graphs: %s", artifact.variant, reason)
         return session
 
     @property
-    def _records_next(self) -> bool:
-        return self._has_graphs and self._graphs < _MOST_GRAPHS
+    def _captures_next(self) -> bool:
+        return self._uses_graphs and self._graph_count < _MAX_GRAPHS
 
-    def _bucket(self, room: Shape) -> _Bucket:
-        if room not in self._buckets:
-            graph = _NO_GRAPH
-            if self._records_next:
-                graph = self._graphs = self._graphs + 1
-            self._buckets[room] = _Bucket(self.runtime, self.spec.signature, room, self._device, graph)
-        return self._buckets[room]
+    def _bucket(self, shape: Shape) -> _Bucket:
+        if shape not in self._buckets:
+            graph_id = _NO_GRAPH
+            if self._captures_next:
+                graph_id = self._graph_count = self._graph_count + 1
+            self._buckets[shape] = _Bucket(self.runtime, self.spec.signature, shape, self._device, graph_id)
+        return self._buckets[shape]
 
 
 class _Bucket:
-    """Buffers on the device for batches of one shape: a CUDA graph reads and writes the same ones every time."""
+    """Device buffers for batches of one shape, at the fixed addresses that a CUDA graph requires."""
 
-    def __init__(self, session: Any, signature: Signature, room: Shape, device: str, graph: int) -> None:
+    def __init__(self, session: Any, signature: Signature, bucket: Shape, device: str, graph_id: int) -> None:
         import onnxruntime
 
         def allocate(shape: Sequence[int], dtype: str) -> Any:
@@ -139,112 +146,104 @@ class _Bucket:
 
         self._session, self._binding = session, session.io_binding()
         dtypes = {spec.name: spec.dtype.value for spec in signature.inputs}
-        # What the graph file says it takes decides: what nobody reads is pruned.
+        # The inputs of the graph file decide: unused inputs are pruned.
         names = [entry.name for entry in session.get_inputs()]
-        self._inputs = {name: allocate((room.batch, room.sequence), dtypes[name]) for name in names}
+        self._inputs = {name: allocate((bucket.batch, bucket.sequence), dtypes[name]) for name in names}
         for name, value in self._inputs.items():
             self._binding.bind_ortvalue_input(name, value)
         self._outputs = [spec.name for spec in signature.outputs]
         for spec in signature.outputs:
             if has_fixed_outputs(signature):
-                sizes = {BATCH: room.batch, SEQUENCE: room.sequence}
-                shape = [size if isinstance(size, int) else sizes[size] for size in spec.shape]
-                self._binding.bind_ortvalue_output(spec.name, allocate(shape, spec.dtype.value))
+                self._binding.bind_ortvalue_output(spec.name, allocate(to_dims(spec, bucket), spec.dtype.value))
             else:
                 self._binding.bind_output(spec.name, device)
         self._options = onnxruntime.RunOptions()
-        # The first batch is computed twice, and recorded.
-        self._options.add_run_config_entry("gpu_graph_id", str(graph))
+        # The first batch runs twice and is captured.
+        self._options.add_run_config_entry("gpu_graph_id", str(graph_id))
 
     def __call__(self, feeds: Mapping[str, IntArray]) -> dict[str, FloatArray]:
         for name, value in self._inputs.items():
-            value.update_inplace(feeds[name])
+            value.update_inplace(np.ascontiguousarray(feeds[name]))
         self._session.run_with_iobinding(self._binding, self._options)
         return dict(zip(self._outputs, self._binding.copy_outputs_to_cpu(), strict=True))
 
 
 def open_graph(
-    graph: str | bytes,
-    device: str,
-    profile: str | None = None,
-    more: Mapping[str, str] | None = None,
-    first: tuple[str, Mapping[str, str]] | None = None,
+    graph: str | bytes, device: str, profile_folder: str | None = None, extra_options: Mapping[str, str] | None = None
 ) -> Any:
-    """A session on a GPU, or for tests on the CPU; `more` is for the provider, `first` one that is asked before it."""
+    """Open a graph on the GPU, or for tests on the CPU; `extra_options` are for the CUDA execution provider."""
     import onnxruntime
 
-    options = settings(1, profile)
+    options = session_options(1, profile_folder)
     if device != CUDA:
         return onnxruntime.InferenceSession(graph, options, providers=[CPU_PROVIDER])
     load_libraries()
-    # Its products would be in TF32 otherwise, which is no fp32. The first GPU goes without saying: named, ONNX Runtime
-    # looks for a provider of another kind first, and warns of every session that there is none.
-    about = {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested", **(more or {})}
-    providers: list[Any] = [(CUDA_PROVIDER, about), CPU_PROVIDER]
-    if first is not None:
-        # It knows none of what would be fused for the others.
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        providers.insert(0, first)
+    # Without `use_tf32`, fp32 matmuls would run in TF32. The device id is left out: with it, ONNX Runtime first looks
+    # for a plugin provider and logs a warning for every session that there is none.
+    cuda_options = {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested", **(extra_options or {})}
+    providers = [(CUDA_PROVIDER, cuda_options), CPU_PROVIDER]
     return onnxruntime.InferenceSession(graph, options, providers=providers, enable_fallback=0)
 
 
 def check_started(session: Any, device: str) -> None:
+    """Raise an error if ONNX Runtime fell back to the CPU."""
     if device == CUDA and CUDA_PROVIDER not in session.get_providers():
-        raise StageError("ONNX Runtime's provider for CUDA does not start here", hint="hasten doctor tells why")
+        raise StageError(
+            "ONNX Runtime's CUDA execution provider failed to start", hint="run hasten doctor for the reason"
+        )
 
 
 def has_fixed_outputs(signature: Signature) -> bool:
-    """Whether the shape of a batch tells those of its outputs: how many mask tokens there are, it does not."""
-    return all(size in (BATCH, SEQUENCE) or isinstance(size, int) for spec in signature.outputs for size in spec.shape)
+    """Return whether output shapes follow from the batch's shape; the number of mask tokens does not."""
+    return all(MASKS not in spec.shape for spec in signature.outputs)
 
 
 def check_placements(
-    artifact: Artifact,
-    on: Callable[[Artifact, RunOptions, str], CudaSession] = CudaSession,
-    provider: str = CUDA_PROVIDER,
+    artifact: Artifact, open_session: Callable[[Artifact, RunOptions, str], CudaSession] = CudaSession
 ) -> None:
-    """Refuse a graph of which ONNX Runtime leaves a part to the CPU: a batch would wait for it, and be copied twice.
+    """Reject a graph that ONNX Runtime runs partly on the CPU: a batch would wait for it and be copied twice.
 
-    Where all of it is left, nothing is copied; and who starts, and takes no node, says nothing.
+    A graph that runs entirely on the CPU has no copies, and ONNX Runtime does not report it: that is checked too.
     """
     with (
-        tempfile.TemporaryDirectory(prefix="hasten-") as work,
-        on(artifact, RunOptions(1), work) as session,
+        tempfile.TemporaryDirectory(prefix="hasten-") as folder,
+        open_session(artifact, RunOptions(1), folder) as session,
     ):
         session.warm([Shape(1, 8)])
-        ran = placements(session.runtime)
-    refuse_left(left_to_cpu(ran))
-    if all(one.provider != provider for one in ran):
-        raise StageError(f"ONNX Runtime gave none of its nodes to {provider}")
+        nodes = node_placements(session.runtime)
+    reject_cpu_nodes(nodes_on_cpu(nodes))
+    if all(node.provider != CUDA_PROVIDER for node in nodes):
+        raise StageError(f"ONNX Runtime ran none of the nodes on {CUDA_PROVIDER}")
 
 
-def refuse_left(left: Sequence[str]) -> None:
-    if left:
-        names = ", ".join(left[:_NAMED]) + (", …" if len(left) > _NAMED else "")
-        raise StageError(f"{len(left)} of its nodes have no kernel for a GPU, and landed on the CPU: {names}")
+def reject_cpu_nodes(nodes: Sequence[str]) -> None:
+    """Raise an error that names the first of these nodes, if there are any."""
+    if nodes:
+        names = ", ".join(nodes[:_MAX_NAMED_NODES]) + (", …" if len(nodes) > _MAX_NAMED_NODES else "")
+        raise StageError(f"{len(nodes)} nodes have no GPU kernel and ran on the CPU: {names}")
 
 
-def left_to_cpu(ran: Sequence[Placement], size_bytes: int = 0) -> tuple[str, ...]:
-    """The nodes that compute on the CPU what the GPU needs, or the other way round; those that give most come first.
+def nodes_on_cpu(nodes: Sequence[NodePlacement], max_shape_bytes: int = 0) -> tuple[str, ...]:
+    """Return the nodes that run on the CPU and exchange data with the GPU, those with the largest outputs first.
 
-    Where nothing is copied between the two there are none: nodes on the CPU then compute shapes, which are there anyway
-    and which ONNX Runtime puts there on purpose. What is copied of up to `size_bytes` is a size, and no matter.
+    Without copies between the devices there are none: the nodes on the CPU then compute shapes, which ONNX Runtime
+    places there on purpose. Copies of up to `max_shape_bytes` are shapes too and are ignored.
     """
-    copies = [one.node for one in ran if one.operator in _COPIES and not 0 < one.output_bytes <= size_bytes]
+    copies = [node.node for node in nodes if node.operator in _COPIES and not 0 < node.output_bytes <= max_shape_bytes]
     if not copies:
         return ()
-    nodes = [
-        f"{one.operator} '{one.node}'"
-        for one in sorted(ran, key=lambda placement: -placement.output_bytes)
-        if one.provider == CPU_PROVIDER
+    names = [
+        f"{node.operator} '{node.node}'"
+        for node in sorted(nodes, key=lambda node: -node.output_bytes)
+        if node.provider == CPU_PROVIDER
     ]
-    return tuple(dict.fromkeys(nodes)) or tuple(copies)
+    return tuple(dict.fromkeys(names)) or tuple(copies)
 
 
 @cache
 def load_libraries() -> None:
-    """Those of CUDA that came as packages of Python: the linker does not look for them there."""
+    """Load the CUDA libraries installed as Python packages, where the dynamic linker does not search."""
     import onnxruntime
 
-    with redirect_stdout(StringIO()):  # what it does not find may still be found elsewhere
+    with redirect_stdout(StringIO()):  # it prints missing libraries, which the linker may still find
         onnxruntime.preload_dlls()

@@ -1,4 +1,4 @@
-"""A model that writes, in ONNX Runtime on an NVIDIA GPU: caches stay there, ids go in, and logits come out."""
+"""Run a decoder in ONNX Runtime on an NVIDIA GPU: the KV cache stays in device memory, ids go in, logits come out."""
 
 from __future__ import annotations
 
@@ -10,126 +10,63 @@ from typing import Any
 import numpy as np
 
 from hasten.backends import Artifact, RunOptions
-from hasten.backends.onnxruntime.caches import Caches
-from hasten.backends.onnxruntime.cuda import check_started, left_to_cpu, open_graph, refuse_left
-from hasten.backends.onnxruntime.decoder import DecoderSession, bind_place
-from hasten.backends.onnxruntime.device_caches import DeviceCaches
-from hasten.backends.onnxruntime.session import Placement, placements
+from hasten.backends.onnxruntime.cuda import check_started, nodes_on_cpu, open_graph, reject_cpu_nodes
+from hasten.backends.onnxruntime.cuda_kv_cache import CudaKVCache
+from hasten.backends.onnxruntime.decoder import DecoderSession
+from hasten.backends.onnxruntime.kv_cache import KVCache
+from hasten.backends.onnxruntime.session import NodePlacement, node_placements
 from hasten.core.errors import StageError, UnsupportedError
-from hasten.core.recording import recording
-from hasten.core.tensors import FloatArray, IntArray
+from hasten.core.gpu.capture_lock import capture_lock
 from hasten.core.variant import CUDA
 
-# Tokens of the prompt that shows what runs where, and the bytes of eight numbers: what is copied of no more is a size.
-_SHOWN, _SIZE_BYTES = 16, 64
-# Said by versions of ONNX Runtime whose operator takes none on CUDA; 1.31.1's does.
+# Tokens of the prompt that is profiled. Copies of up to eight 64-bit numbers are shapes, not data.
+_PROFILED_TOKENS, _MAX_SHAPE_BYTES = 16, 64
+# The error of versions of ONNX Runtime whose operator does not take a bias on CUDA; that of 1.31.1 does.
 _NO_BIAS = "attention_bias is not supported"
 
 
 class CudaDecoder(DecoderSession):
-    """On the CPU, in the same memory that a GPU would be given, it is for tests."""
+    """A `Decoder` on a GPU. With another `device` it runs on the CPU with the same bindings, for tests."""
 
     def __init__(
-        self,
-        artifact: Artifact,
-        options: RunOptions,
-        slots: int,
-        profile: str | None = None,
-        *,
-        device: str = CUDA,
+        self, artifact: Artifact, options: RunOptions, slots: int, profile_folder: str | None = None, device: str = CUDA
     ) -> None:
         self._device = device
-        with recording.beside_others():
-            super().__init__(artifact, options, slots, profile)
+        with capture_lock.shared():
+            super().__init__(artifact, options, slots, profile_folder)
 
-    close = recording.beside_others()(DecoderSession.close)
-    begin = recording.beside_others()(DecoderSession.begin)
-    step = recording.beside_others()(DecoderSession.step)
-    copy = recording.beside_others()(DecoderSession.copy)
-    end = recording.beside_others()(DecoderSession.end)
+    close = capture_lock.shared()(DecoderSession.close)
+    prefill = capture_lock.shared()(DecoderSession.prefill)
+    decode = capture_lock.shared()(DecoderSession.decode)
+    fork = capture_lock.shared()(DecoderSession.fork)
+    free = capture_lock.shared()(DecoderSession.free)
 
-    def _open(self, graph: Path, options: RunOptions, profile: str | None) -> Any:
-        session = open_graph(str(graph), self._device, profile)
+    def _open(self, graph: Path, options: RunOptions, profile_folder: str | None) -> Any:
+        session = open_graph(str(graph), self._device, profile_folder)
         check_started(session, self._device)
         return session
 
-    def _new_caches(self, prefix: str, inputs: Sequence[Any], rows: int, limit: int | None) -> Caches:
-        return DeviceCaches(prefix, inputs, rows, limit, self._device)
-
-    def _new_step(self, first: int, count: int, tokens: int) -> _DeviceStep:
-        caches = (self._past, self._cross)
-        try:
-            return _DeviceStep(self._session, caches, first, count, (tokens, self._vocabulary), self._device)
-        except Exception as error:  # the binding raises its own unrelated classes
-            raise StageError(f"ONNX Runtime has no place for {count} rows of {tokens} tokens: {error}") from error
-
-
-class _DeviceStep:
-    """Fulfils `Step`. What it is given is copied into buffers that stay where they are."""
-
-    def __init__(
-        self,
-        session: Any,
-        caches: tuple[Caches, Caches],
-        first: int,
-        count: int,
-        sizes: tuple[int, int],
-        device: str,
-    ) -> None:
-        import onnxruntime
-
-        def allocate(shape: Sequence[int], kind: type[Any]) -> Any:
-            return onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, kind, device, 0)
-
-        past, cross = caches
-        tokens, vocabulary = sizes
-        self._session, self._binding = session, session.io_binding()
-        self._lengths = past.lengths[first : first + count]
-        self._crossed = cross.lengths[first : first + count]
-        # The operator that attends reads it on the CPU.
-        self._longest = np.empty((), np.int32)
-        self._inputs = {"input_ids": allocate((count, tokens), np.int32), "seqlens_k": allocate((count,), np.int32)}
-        if cross.is_used:
-            self._inputs["cross_lengths"] = allocate((count,), np.int32)
-        self._logits = allocate((count, vocabulary), np.float32)
-        for name, value in self._inputs.items():
-            self._binding.bind_ortvalue_input(name, value)
-        for place in (*past.places(first, count), *cross.places(first, count)):
-            bind_place(self._binding, place, device)
-        self._binding.bind_ortvalue_output("logits", self._logits)
-
-    def __call__(self, ids: IntArray) -> FloatArray:
-        given = {"input_ids": ids, "seqlens_k": self._lengths - 1, "cross_lengths": self._crossed}
-        self._longest[...] = self._lengths.max()
-        try:
-            for name, value in self._inputs.items():
-                value.update_inplace(np.ascontiguousarray(given[name], np.int32))
-            # Anew, since what is on the CPU may be read when it is bound.
-            longest = self._longest
-            self._binding.bind_input("total_sequence_length", "cpu", 0, np.int32, (), longest.ctypes.data)
-            self._session.run_with_iobinding(self._binding)
-            return np.array(self._logits.numpy())
-        except Exception as error:  # the binding raises its own unrelated classes
-            raise StageError(f"ONNX Runtime failed on {len(ids)} rows: {error}") from error
+    def _new_cache(self, prefix: str, inputs: Sequence[Any], rows: int, limit: int | None) -> KVCache:
+        return CudaKVCache(prefix, inputs, rows, limit, self._device)
 
 
 def check_decoder_placements(artifact: Artifact) -> None:
-    """Refuse graphs of which ONNX Runtime leaves a part to the CPU: every token would wait for it."""
-    with tempfile.TemporaryDirectory(prefix="hasten-") as work:
+    """Reject graphs that ONNX Runtime runs partly on the CPU: every token would wait for it."""
+    with tempfile.TemporaryDirectory(prefix="hasten-") as folder:
         try:
-            ran = _placed(artifact, work)
+            nodes = _profile_decoder(artifact, folder)
         except StageError as error:
             if _NO_BIAS not in error.message:
                 raise
             raise UnsupportedError(
                 "the GroupQueryAttention of this ONNX Runtime takes no bias on a GPU, and the model has one",
-                hint="a newer onnxruntime-gpu, or --device cpu",
+                hint="use a newer onnxruntime-gpu, or --device cpu",
             ) from error
-    refuse_left(left_to_cpu(ran, _SIZE_BYTES))
+    reject_cpu_nodes(nodes_on_cpu(nodes, _MAX_SHAPE_BYTES))
 
 
-def _placed(artifact: Artifact, work: str) -> list[Placement]:
-    with CudaDecoder(artifact, RunOptions(1), 1, work) as decoder:
-        decoder.begin(0, np.zeros(min(_SHOWN, artifact.signature.max_length - 1), np.int32))
-        decoder.step([0], np.zeros(1, np.int32))
-        return [one for runtime in decoder.runtimes for one in placements(runtime)]
+def _profile_decoder(artifact: Artifact, folder: str) -> list[NodePlacement]:
+    with CudaDecoder(artifact, RunOptions(1), 1, folder) as decoder:
+        decoder.prefill(0, np.zeros(min(_PROFILED_TOKENS, artifact.signature.max_length - 1), np.int32))
+        decoder.decode([0], np.zeros(1, np.int32))
+        return [node for runtime in decoder.runtimes for node in node_placements(runtime)]

@@ -1,118 +1,121 @@
-"""A model that writes, in ONNX Runtime: keys and values of all rows lie in buffers that graphs read and write in place.
+"""Run a decoder in ONNX Runtime; graphs read and update the KV cache of all sequences in place, through IO binding.
 
-Rows in progress are the first ones of each buffer, so that all of them, or any that lie side by side, step in one run.
+Running sequences occupy the first rows of each buffer, so that any consecutive rows can share a decode step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from hasten.backends import DECODER, ENCODER, Artifact, RunOptions
-from hasten.backends.onnxruntime.caches import CROSS, PAST, PRESENT, Caches, Place
-from hasten.backends.onnxruntime.session import CPU_PROVIDER, settings
-from hasten.core.closing import Closing
+from hasten.backends.onnxruntime.kv_cache import CROSS, PAST, PRESENT, KVCache
+from hasten.backends.onnxruntime.session import CPU_PROVIDER, session_options
 from hasten.core.errors import StageError
+from hasten.core.system.closing import Closing
 from hasten.core.tensors import FloatArray, IntArray
+from hasten.core.variant import CPU
 
-# What a decoder behind an encoder says in its graph: the tokens that an answer begins with.
-START_IDS = "hasten.start_ids"
-# Bindings that are kept: one for each place and number of rows that stepped together.
-_MOST_BINDINGS = 64
+# Metadata key of decoder graphs of encoder-decoder models: the token ids that decoding starts with.
+DECODER_START_TOKEN_IDS = "hasten.start_ids"
+# Decode steps whose bindings are cached: one per first row and number of rows.
+_MAX_BINDINGS = 64
 
 
 class DecoderSession(Closing):
-    """Fulfils `Decoder`. A slot is somebody's name for a row; rows move, slots stay."""
+    """A `Decoder` on the CPU. A slot identifies a sequence for the caller; its row may change between steps."""
 
-    def __init__(self, artifact: Artifact, options: RunOptions, slots: int, profile: str | None = None) -> None:
+    _device = CPU
+
+    def __init__(self, artifact: Artifact, options: RunOptions, slots: int, profile_folder: str | None = None) -> None:
         self.slots = slots
-        self._session = self._load(artifact, DECODER, options, profile)
-        self._encoder = self._load(artifact, ENCODER, options, profile) if ENCODER in artifact.graphs else None
+        self._session = self._load(artifact, DECODER, options, profile_folder)
+        self._encoder = self._load(artifact, ENCODER, options, profile_folder) if ENCODER in artifact.graphs else None
         self._context = artifact.signature.max_length
         inputs = self._session.get_inputs()
-        self._past = self._new_caches(PAST, inputs, slots, self._context)
-        self._cross = self._new_caches(CROSS, inputs, slots, None)
-        said = self._session.get_modelmeta().custom_metadata_map.get(START_IDS, "")
-        self._starts = np.array(said.split(",") if said else [], np.int32)
-        self._vocabulary = next(entry.shape[1] for entry in self._session.get_outputs() if entry.name == "logits")
+        self._past = self._new_cache(PAST, inputs, slots, self._context)
+        self._cross = self._new_cache(CROSS, inputs, slots, None)
+        start_ids = self._session.get_modelmeta().custom_metadata_map.get(DECODER_START_TOKEN_IDS, "")
+        self._start_ids = np.array(start_ids.split(",") if start_ids else [], np.int32)
+        self._vocab_size = next(entry.shape[1] for entry in self._session.get_outputs() if entry.name == "logits")
         self._row_of: dict[int, int] = {}
         self._steps: dict[tuple[int, int], Step] = {}
 
     @property
     def runtimes(self) -> list[Any]:
-        """A session for each graph."""
+        """Return ONNX Runtime's session of each graph."""
         return [session for session in (self._encoder, self._session) if session is not None]
 
     def close(self) -> None:
         self._steps.clear()
-        self._past.drop()
-        self._cross.drop()
+        self._past.release()
+        self._cross.release()
         self._session = self._encoder = None
 
-    def begin(self, slot: int, ids: IntArray) -> FloatArray:
+    def prefill(self, slot: int, ids: IntArray) -> FloatArray:
         self._check_empty(slot)
         row = len(self._row_of)
         if self._encoder is not None:
             self._encode(row, ids)
-            ids = self._starts
+            ids = self._start_ids
         if not 0 < len(ids) <= self._context:
             raise StageError(f"a prompt of {len(ids)} tokens does not fit into a context of {self._context}")
-        self._make_room(self._past, len(ids))
+        self._reserve(self._past, len(ids))
         self._past.lengths[row] = len(ids)
-        logits: FloatArray = self._new_step(row, 1, len(ids))(np.asarray(ids, np.int32)[None])[0]
+        logits: FloatArray = self._new_step(row, 1, len(ids))(np.asarray(ids)[None])[0]
         self._row_of[slot] = row
         return logits
 
-    def step(self, slots: Sequence[int], ids: IntArray) -> FloatArray:
-        rows = self._side_by_side([self._row(slot) for slot in slots])
+    def decode(self, slots: Sequence[int], ids: IntArray) -> FloatArray:
+        rows = self._make_adjacent([self._row(slot) for slot in slots])
         first, count = min(rows), len(rows)
         lengths = self._past.lengths[first : first + count]
-        longest = int(lengths.max()) + 1
-        if longest > self._context:
-            raise StageError(f"a row has no room left: the context is {self._context} tokens")
-        self._make_room(self._past, longest)
+        max_length = int(lengths.max()) + 1
+        if max_length > self._context:
+            raise StageError(f"a sequence has reached the end of the context of {self._context} tokens")
+        self._reserve(self._past, max_length)
         order = np.asarray(rows) - first
-        given = np.empty((count, 1), np.int32)
-        given[order, 0] = ids
+        ordered_ids = np.empty((count, 1), np.int32)
+        ordered_ids[order, 0] = ids
         lengths += 1
         try:
-            logits: FloatArray = self._step(first, count)(given)[order]
+            logits: FloatArray = self._step(first, count)(ordered_ids)[order]
         except StageError:
             lengths -= 1
             raise
         return logits
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        wanted = {target: self._row(source) for source, target in zip(sources, targets, strict=True)}
-        for target in wanted:
+    def fork(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        source_rows = {target: self._row(source) for source, target in zip(sources, targets, strict=True)}
+        for target in source_rows:
             if target not in self._row_of:
                 self._check_empty(target)
                 self._row_of[target] = len(self._row_of)
-        self._move({self._row_of[target]: row for target, row in wanted.items()})
+        self._copy({self._row_of[target]: row for target, row in source_rows.items()})
 
-    def end(self, slot: int) -> None:
-        """The last row takes its place, so that those in progress stay together."""
+    def free(self, slot: int) -> None:
+        """Release a slot; the last row moves into the gap, so that used rows stay consecutive."""
         row = self._row(slot)
         del self._row_of[slot]
         last = len(self._row_of)
         if row != last:
-            self._move({row: last})
-            moved = next(other for other, place in self._row_of.items() if place == last)
+            self._copy({row: last})
+            moved = next(other for other, other_row in self._row_of.items() if other_row == last)
             self._row_of[moved] = row
 
     def _encode(self, row: int, ids: IntArray) -> None:
-        """What the encoder made of a prompt, beside the row that will be written."""
+        """Run the encoder on a prompt and store its keys and values in the row."""
         assert self._encoder is not None
         names = [entry.name for entry in self._encoder.get_outputs()]
         try:
-            found = self._encoder.run(names, {"input_ids": np.asarray(ids, np.int32)[None]})
+            outputs = self._encoder.run(names, {"input_ids": np.asarray(ids, np.int32)[None]})
         except Exception as error:  # the binding raises its own unrelated classes
             raise StageError(f"ONNX Runtime failed on a prompt of {len(ids)} tokens: {error}") from error
-        self._make_room(self._cross, len(ids))
-        self._cross.put(row, dict(zip(names, found, strict=True)), len(ids))
+        self._reserve(self._cross, len(ids))
+        self._cross.put(row, dict(zip(names, outputs, strict=True)), len(ids))
 
     def _row(self, slot: int) -> int:
         if self._session is None:
@@ -129,116 +132,121 @@ class DecoderSession(Closing):
         if slot in self._row_of:
             raise StageError(f"slot {slot} is not empty")
 
-    def _make_room(self, caches: Caches, tokens: int) -> None:
-        if tokens > caches.capacity:
+    def _reserve(self, cache: KVCache, tokens: int) -> None:
+        if tokens > cache.capacity:
             self._steps.clear()
-            caches.grow(tokens, len(self._row_of))
+            cache.grow(tokens, len(self._row_of))
 
-    def _move(self, rows: Mapping[int, int]) -> None:
-        for caches in (self._past, self._cross):
-            caches.copy(rows)
+    def _copy(self, rows: Mapping[int, int]) -> None:
+        self._past.copy(rows)
+        self._cross.copy(rows)
 
-    def _side_by_side(self, rows: list[int]) -> list[int]:
-        """Where these rows are once they are neighbours: exchanged with others where they are not."""
-        wanted = set(rows)
-        if max(wanted) - min(wanted) + 1 == len(wanted):
+    def _make_adjacent(self, rows: list[int]) -> list[int]:
+        """Move rows together if they are not consecutive, and return their new positions in the same order."""
+        selected = set(rows)
+        if max(selected) - min(selected) + 1 == len(selected):
             return rows
-        # The first rows: those of them that are not wanted change places with the wanted ones behind.
-        free = [row for row in range(len(wanted)) if row not in wanted]
-        behind = sorted(row for row in wanted if row >= len(wanted))
-        moves = dict(zip(free, behind, strict=True))
-        moves |= {there: here for here, there in moves.items()}
-        self._move(moves)
+        # The selected rows become the first ones: other rows among those are exchanged with selected rows behind them.
+        displaced = [row for row in range(len(selected)) if row not in selected]
+        behind = sorted(row for row in selected if row >= len(selected))
+        moves = dict(zip(displaced, behind, strict=True))
+        moves |= {source: target for target, source in moves.items()}
+        self._copy(moves)
         self._row_of = {slot: moves.get(row, row) for slot, row in self._row_of.items()}
         return [moves.get(row, row) for row in rows]
 
     def _step(self, first: int, count: int) -> Step:
         if (first, count) not in self._steps:
-            if len(self._steps) == _MOST_BINDINGS:
+            if len(self._steps) == _MAX_BINDINGS:
                 self._steps.clear()
             self._steps[first, count] = self._new_step(first, count, 1)
         return self._steps[first, count]
 
-    def _load(self, artifact: Artifact, graph: str, options: RunOptions, profile: str | None) -> Any:
+    def _new_step(self, first: int, count: int, tokens: int) -> Step:
+        caches = (self._past, self._cross)
         try:
-            # Profiles in folders of their own: ONNX Runtime calls them by the second they begin in.
-            return self._open(artifact.path(graph), options, profile and subfolder(profile, graph))
+            return Step(self._session, caches, first, (count, tokens), self._vocab_size, self._device)
+        except Exception as error:  # the binding raises its own unrelated classes
+            raise StageError(
+                f"ONNX Runtime cannot allocate buffers for {count} rows of {tokens} tokens: {error}"
+            ) from error
+
+    def _load(self, artifact: Artifact, graph: str, options: RunOptions, profile_folder: str | None) -> Any:
+        try:
+            if profile_folder is not None:
+                # One folder per graph: ONNX Runtime names profiles by the second in which they start.
+                profile_folder = f"{profile_folder}/{graph}"
+                Path(profile_folder).mkdir()
+            return self._open(artifact.path(graph), options, profile_folder)
         except StageError:
             raise
         except Exception as error:  # the binding raises its own unrelated classes
             raise StageError(f"ONNX Runtime cannot load {artifact.variant}: {error}") from error
 
-    # What depends on where the rows lie.
+    # The methods below depend on the device and are overridden by `CudaDecoder`.
 
-    def _open(self, graph: Path, options: RunOptions, profile: str | None) -> Any:
+    def _open(self, graph: Path, options: RunOptions, profile_folder: str | None) -> Any:
         import onnxruntime
 
         return onnxruntime.InferenceSession(
-            str(graph), settings(options.thread_count, profile), providers=[CPU_PROVIDER]
+            str(graph), session_options(options.thread_count, profile_folder), providers=[CPU_PROVIDER]
         )
 
-    def _new_caches(self, prefix: str, inputs: Sequence[Any], rows: int, limit: int | None) -> Caches:
-        return Caches(prefix, inputs, rows, limit)
-
-    def _new_step(self, first: int, count: int, tokens: int) -> Step:
-        return _CpuStep(self._session, (self._past, self._cross), first, count, tokens, self._vocabulary)
+    def _new_cache(self, prefix: str, inputs: Sequence[Any], rows: int, limit: int | None) -> KVCache:
+        return KVCache(prefix, inputs, rows, limit)
 
 
-def subfolder(folder: str, name: str) -> str:
-    made = Path(folder) / name
-    made.mkdir()
-    return str(made)
-
-
-class Step(Protocol):
-    """One run over rows that lie side by side, everything bound where it lies."""
-
-    def __call__(self, ids: IntArray) -> FloatArray:
-        """Of ids that are new in each row, its length with them already told: the logits after the last."""
-        ...
-
-
-class _CpuStep:
-    """Fulfils `Step`."""
+class Step:
+    """One run of the decoder over consecutive rows, with all inputs and outputs bound to buffers on the device."""
 
     def __init__(
-        self, session: Any, caches: tuple[Caches, Caches], first: int, count: int, tokens: int, vocabulary: int
+        self,
+        session: Any,
+        caches: tuple[KVCache, KVCache],
+        first: int,
+        shape: tuple[int, int],
+        vocab_size: int,
+        device: str,
     ) -> None:
-        self._session = session
+        """Bind a step over `shape[0]` rows from `first` on, of `shape[1]` new tokens each."""
+        import onnxruntime
+
+        def allocate(shape: Sequence[int], dtype: type[Any]) -> Any:
+            return onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, dtype, device, 0)
+
         past, cross = caches
+        count = shape[0]
+        self._session, self._binding = session, session.io_binding()
         self._lengths = past.lengths[first : first + count]
-        self._ids = np.empty((count, tokens), np.int32)
-        self._last = np.empty(count, np.int32)
-        self._longest = np.empty((), np.int32)
-        self._logits = np.empty((count, vocabulary), np.float32)
-        self._binding = binding = session.io_binding()
-        given: dict[str, IntArray] = {
-            "input_ids": self._ids,
-            "seqlens_k": self._last,
-            "total_sequence_length": self._longest,
-        }
+        self._cross_lengths = cross.lengths[first : first + count]
+        # The attention operator reads it on the CPU.
+        self._max_length = np.empty((), np.int32)
+        self._inputs = {"input_ids": allocate(shape, np.int32), "seqlens_k": allocate((count,), np.int32)}
         if cross.is_used:
-            given["cross_lengths"] = cross.lengths[first : first + count]
-        for name, array in given.items():
-            binding.bind_input(name, "cpu", 0, np.int32, array.shape, array.ctypes.data)
-        for place in (*past.places(first, count), *cross.places(first, count)):
-            bind_place(binding, place, "cpu")
-        binding.bind_output("logits", "cpu", 0, np.float32, self._logits.shape, self._logits.ctypes.data)
+            self._inputs["cross_lengths"] = allocate((count,), np.int32)
+        self._logits = allocate((count, vocab_size), np.float32)
+        for name, value in self._inputs.items():
+            self._binding.bind_ortvalue_input(name, value)
+        for location in (*past.locations(first, count), *cross.locations(first, count)):
+            tensor = (device, 0, location.dtype, location.shape, location.address)
+            self._binding.bind_input(location.name, *tensor)
+            if location.name.startswith(PAST):
+                # Bound to the same buffer, so that the graph updates the cache in place.
+                self._binding.bind_output(location.name.replace(PAST, PRESENT), *tensor)
+        self._binding.bind_ortvalue_output("logits", self._logits)
 
     def __call__(self, ids: IntArray) -> FloatArray:
-        self._ids[:] = ids
-        self._last[:] = self._lengths - 1
-        self._longest[...] = self._lengths.max()
+        """Return the logits after the last of the new ids in each row; the rows' lengths already include these."""
+        feeds = {"input_ids": ids, "seqlens_k": self._lengths - 1, "cross_lengths": self._cross_lengths}
+        self._max_length[...] = self._lengths.max()
         try:
+            for name, value in self._inputs.items():
+                value.update_inplace(np.ascontiguousarray(feeds[name], np.int32))
+            # Bound again for every step, because ONNX Runtime may read host memory at binding time.
+            max_length = self._max_length
+            self._binding.bind_input("total_sequence_length", "cpu", 0, np.int32, (), max_length.ctypes.data)
             self._session.run_with_iobinding(self._binding)
+            # Copied: on the CPU this is a view of the buffer.
+            return np.array(self._logits.numpy())
         except Exception as error:  # the binding raises its own unrelated classes
             raise StageError(f"ONNX Runtime failed on {len(ids)} rows: {error}") from error
-        return self._logits.copy()
-
-
-def bind_place(binding: Any, place: Place, device: str) -> None:
-    """What came before and what comes of it are one buffer."""
-    about = (device, 0, place.kind, place.shape, place.address)
-    binding.bind_input(place.name, *about)
-    if place.name.startswith(PAST):
-        binding.bind_output(place.name.replace(PAST, PRESENT), *about)

@@ -1,4 +1,4 @@
-"""One graph in ONNX Runtime on the CPU, and what every session of it shares: settings, and who executed what."""
+"""Run one graph in ONNX Runtime on the CPU; also the session options and profiles that all its sessions share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from hasten.backends import MODEL, Artifact, PaddedSession, RunOptions
 from hasten.core.errors import StageError
-from hasten.core.execution import Execution
+from hasten.core.placement import OperatorPlacement
 from hasten.core.tensors import Batch, Layout, Outputs, SessionSpec, pad, unpad
 from hasten.core.variant import CPU
 
@@ -19,28 +19,30 @@ CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
 TENSORRT_PROVIDER = "TensorrtExecutionProvider"
 _ERRORS_ONLY = 3
-# It would put norms back together with the additions before them, into a kernel that is slower than the two.
-_UNWANTED = ["SkipLayerNormFusion"]
+# It would fuse norms with the additions before them into a kernel that is slower than the two.
+_DISABLED_OPTIMIZERS = ["SkipLayerNormFusion"]
 
 
 class CpuSession(PaddedSession):
-    def __init__(self, artifact: Artifact, options: RunOptions, profile: str | None = None) -> None:
+    """A graph on the CPU execution provider."""
+
+    def __init__(self, artifact: Artifact, options: RunOptions, profile_folder: str | None = None) -> None:
         import onnxruntime
 
         try:
             session = onnxruntime.InferenceSession(
                 str(artifact.path(MODEL)),
-                settings(options.thread_count, profile),
+                session_options(options.thread_count, profile_folder),
                 providers=[CPU_PROVIDER],
-                disabled_optimizers=_UNWANTED,
+                disabled_optimizers=_DISABLED_OPTIMIZERS,
             )
         except Exception as error:  # the binding raises its own unrelated classes
             raise StageError(f"ONNX Runtime cannot load {artifact.variant}: {error}") from error
         self.runtime: Any = session
         self._outputs = [spec.name for spec in artifact.signature.outputs]
-        # What the graph file says it takes decides, since a fused graph may take 32-bit ids.
+        # The inputs of the graph file decide: a fused graph may take 32-bit ids, and unused inputs are pruned.
         self._feeds = {entry.name for entry in session.get_inputs()}
-        # Proven when it was made (stored_precision); the bundle's hashes keep it so.
+        # The precision was checked when the variant was made (stored_precision); the bundle's hashes protect it.
         self.spec = SessionSpec(artifact.signature, Layout.PADDED, CPU, artifact.variant.precision)
 
     def close(self) -> None:
@@ -59,22 +61,23 @@ class CpuSession(PaddedSession):
         return unpad(dict(zip(self._outputs, results, strict=True)), batch, self.spec.signature)
 
 
-def settings(threads: int, profile: str | None = None) -> Any:
+def session_options(threads: int, profile_folder: str | None = None) -> Any:
+    """Return ONNX Runtime's session options; with a folder, the session writes a profile to it."""
     import onnxruntime
 
-    made = onnxruntime.SessionOptions()
-    made.intra_op_num_threads = threads
-    made.inter_op_num_threads = 1
-    made.log_severity_level = _ERRORS_ONLY
-    if profile is not None:
-        made.enable_profiling = True
-        made.profile_file_prefix = f"{profile}/profile"
-    return made
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = _ERRORS_ONLY
+    if profile_folder is not None:
+        options.enable_profiling = True
+        options.profile_file_prefix = f"{profile_folder}/profile"
+    return options
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """A node that ran, and who executed it."""
+class NodePlacement:
+    """A node that ran, and the execution provider that ran it."""
 
     node: str
     operator: str
@@ -82,22 +85,23 @@ class Placement:
     output_bytes: int = 0
 
 
-def placements(session: Any) -> tuple[Placement, ...]:
-    """As the profile of the one run says."""
-    ending = "_kernel_time"
+def node_placements(session: Any) -> tuple[NodePlacement, ...]:
+    """End profiling and return the placements of all nodes that ran."""
+    suffix = "_kernel_time"
     events = json.loads(Path(session.end_profiling()).read_bytes())
     return tuple(
-        Placement(
-            event["name"].removesuffix(ending),
+        NodePlacement(
+            event["name"].removesuffix(suffix),
             event["args"]["op_name"],
             event["args"]["provider"],
             int(event["args"].get("output_size", 0)),
         )
         for event in events
-        if event.get("cat") == "Node" and event["name"].endswith(ending)
+        if event.get("cat") == "Node" and event["name"].endswith(suffix)
     )
 
 
-def executed(ran: Sequence[Placement]) -> tuple[Execution, ...]:
-    counts = Counter((placement.operator, placement.provider) for placement in ran)
-    return tuple(Execution(operator, provider, count) for (operator, provider), count in counts.most_common())
+def count_placements(nodes: Sequence[NodePlacement]) -> tuple[OperatorPlacement, ...]:
+    """Count nodes by operator and execution provider, the most frequent first."""
+    counts = Counter((node.operator, node.provider) for node in nodes)
+    return tuple(OperatorPlacement(operator, provider, count) for (operator, provider), count in counts.most_common())

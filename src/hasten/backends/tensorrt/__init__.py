@@ -1,8 +1,8 @@
-"""TensorRT on NVIDIA GPUs, from the portable graph: types by `typed.py`, shapes by `planning.py`, calls by `engine.py`.
+"""Run engines in TensorRT on NVIDIA GPUs. Experimental: never run on a real TensorRT, and tried only if named.
 
-A variant holds three files: the typed graph, the engine that was built from it, and the record of where and for what.
-An engine runs on its own kind of GPU with its own version of TensorRT; elsewhere another is built from the graph, and
-kept in the cache.
+A variant has three files: the typed graph (`typed_graph.py`), the engine built from it (`engine.py`), and a record of
+the GPU, TensorRT version and shapes it was built for (`engine_spec.py`). An engine runs only on that kind of GPU with
+that version; elsewhere it is rebuilt from the graph and cached.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hasten.backends import (
     RunOptions,
     Session,
     Source,
+    probe_capability,
     probe_on_gpu,
     probe_packages,
 )
@@ -28,28 +29,28 @@ from hasten.backends.tensorrt.engine import (
     FOLDER,
     Engine,
     build,
+    current_platform,
     infer,
     load_engine,
     loading_error,
-    this_place,
-    write_whole,
+    write_atomically,
 )
-from hasten.backends.tensorrt.planning import Order, Record, engine_name, profiles, read_record
-from hasten.backends.tensorrt.typed import write_typed
-from hasten.core.batching import in_order
-from hasten.core.cache import cache_directory
+from hasten.backends.tensorrt.engine_spec import EngineRecord, EngineSpec, engine_name, profiles, read_record
+from hasten.backends.tensorrt.typed_graph import write_typed
+from hasten.core.batching import batch_in_order
 from hasten.core.errors import StageError
-from hasten.core.hardware import Machine
+from hasten.core.placement import SelfTest
+from hasten.core.system.cache import cache_directory
+from hasten.core.system.hardware import Machine
 from hasten.core.tensors import MASKS, Batch, Layout, Outputs, SessionSpec, gather, pad, unpad
-from hasten.core.variant import Precision, Support, Variant
+from hasten.core.variant import CUDA, Precision, Support, Variant
 
 __all__ = ["BACKEND", "Engine", "infer", "load_engine"]
 
 logger = logging.getLogger("hasten")
 
-CUDA = "cuda"
-# The first GPUs with tensor cores for each; TensorRT itself begins with the oldest of them.
-_OLDEST = {
+# The first compute capability with tensor cores for each precision; TensorRT supports none before 7.5.
+_MIN_CAPABILITY = {
     Precision.FP32: (7, 5),
     Precision.FP16: (7, 5),
     Precision.INT8: (7, 5),
@@ -59,6 +60,8 @@ _OLDEST = {
 
 
 class TensorRT:
+    """The backend `tensorrt`."""
+
     name = "tensorrt"
     requires = ("tensorrt", "cuda")
     extra = "tensorrt"
@@ -69,67 +72,68 @@ class TensorRT:
         support = probe_on_gpu(machine, variant, self._installed)
         if not support.ok:
             return support
-        return probe_capability(machine, variant.precision if variant is not None else Precision.FP32)
+        precision = variant.precision if variant is not None else Precision.FP32
+        if precision not in _MIN_CAPABILITY:
+            return Support.no(f"it does not compute in {precision}")
+        return probe_capability(machine.gpus[0], _MIN_CAPABILITY[precision], precision)
 
     def _installed(self) -> Support:
         support = probe_packages(self)
         if support.ok and (error := loading_error()) is not None:
-            return Support.no(f"TensorRT does not load: {error}", "its libraries lie outside PyPI")
+            return Support.no(f"TensorRT does not load: {error}", "install its libraries, which are not on PyPI")
         return support
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
-        half = Variant(self.name, Precision.FP16, CUDA)
-        return [half] if self.probe(machine, half).ok else []
+        """Return fp16; the search leaves it out unless it is named, because the backend is experimental."""
+        fp16 = Variant(self.name, Precision.FP16, CUDA)
+        return [fp16] if self.probe(machine, fp16).ok else []
 
     def make(self, source: Source, variant: Variant, directory: Path) -> Artifact:
-        order = Order(profiles(source.shapes, source.signature.max_length), source.workspace_bytes)
+        spec = EngineSpec(profiles(source.shapes, source.signature.max_length), source.workspace_bytes)
         graphs = {}
         for name, path in source.graphs.items():
             graph, plan = directory / f"{name}.onnx", directory / f"{name}.plan"
-            found = write_typed(path, graph, variant.precision, source.beyond_fp16)
-            build(graph, source.signature, order, plan)
+            precision = write_typed(path, graph, variant.precision, source.fp16_overflow_tensors)
+            build(graph, source.signature, spec, plan)
             with load_engine(plan) as engine:
-                record = Record(this_place(), order, found, engine.inputs, engine.outputs)
+                record = EngineRecord(current_platform(), spec, precision, engine.inputs, engine.outputs)
             plan.with_suffix(".json").write_bytes(msgspec.json.encode(record))
             graphs[name] = plan.name
         return Artifact(variant, source.signature, directory, graphs)
 
     def open(self, artifact: Artifact, options: RunOptions) -> Session:
         record = read_record(artifact.path().with_suffix(".json"))
-        is_at_home = record.place == this_place()
-        return _Session(artifact, record, load_engine(artifact.path() if is_at_home else _rebuilt(artifact, record)))
+        is_compatible = record.platform == current_platform()
+        plan = artifact.path() if is_compatible else _rebuild_engine(artifact, record)
+        return _Session(artifact, record, load_engine(plan))
+
+    def trials(self, machine: Machine) -> Sequence[SelfTest]:
+        """Run nothing, and report that the backend is experimental."""
+        return [SelfTest(CUDA, note="experimental: never run on a real TensorRT; tried only if named (--variants)")]
 
 
-def probe_capability(machine: Machine, precision: Precision) -> Support:
-    """Whether TensorRT computes in it on the GPU that is there."""
-    if precision not in _OLDEST:
-        return Support.no(f"it does not compute in {precision}")
-    gpu, (major, minor) = machine.gpus[0], _OLDEST[precision]
-    if tuple(map(int, gpu.capability.split("."))) < (major, minor):
-        return Support.no(f"{precision} needs compute capability {major}.{minor}; {gpu.name} has {gpu.capability}")
-    return Support.yes()
-
-
-def _rebuilt(artifact: Artifact, record: Record) -> Path:
-    """The engine for this GPU and this version, built now or found where it was built before."""
-    graph, here = artifact.path().with_suffix(".onnx"), this_place()
+def _rebuild_engine(artifact: Artifact, record: EngineRecord) -> Path:
+    """Return the engine for this GPU and TensorRT version from the cache, building it if it is missing."""
+    graph, platform = artifact.path().with_suffix(".onnx"), current_platform()
     try:
-        plan = cache_directory() / FOLDER / engine_name(graph, record.order, here)
+        plan = cache_directory() / FOLDER / engine_name(graph, record.spec, platform)
         if not plan.exists():
-            logger.warning("%s was built on %s: building it again for %s", artifact.variant, record.place, here)
-            with tempfile.TemporaryDirectory(prefix="hasten-") as work:
-                build(graph, artifact.signature, record.order, Path(work) / plan.name)
-                write_whole(plan, (Path(work) / plan.name).read_bytes())
+            logger.warning("%s was built on %s: rebuilding it for %s", artifact.variant, record.platform, platform)
+            with tempfile.TemporaryDirectory(prefix="hasten-") as folder:
+                build(graph, artifact.signature, record.spec, Path(folder) / plan.name)
+                write_atomically(plan, (Path(folder) / plan.name).read_bytes())
     except OSError as error:
-        raise StageError(f"{artifact.variant} cannot be built again for {here}: {error}") from error
+        raise StageError(f"{artifact.variant} cannot be rebuilt for {platform}: {error}") from error
     return plan
 
 
 class _Session(PaddedSession):
-    def __init__(self, artifact: Artifact, record: Record, engine: Engine) -> None:
+    """An engine, called on padded batches; larger batches than its profiles allow are split."""
+
+    def __init__(self, artifact: Artifact, record: EngineRecord, engine: Engine) -> None:
         self._engine = engine
-        self._max_rows = max(profile.max.batch for profile in record.order.profiles)
-        # The graph's types, counted when it was made (typed.py); TensorRT keeps to them.
+        self._max_rows = max(profile.max.batch for profile in record.spec.profiles)
+        # Recorded from the graph's types (typed_graph.py), which TensorRT obeys.
         self.spec = SessionSpec(artifact.signature, Layout.PADDED, artifact.variant.device, record.precision)
 
     def close(self) -> None:
@@ -138,11 +142,11 @@ class _Session(PaddedSession):
     def run_padded(self, batch: Batch) -> Outputs:
         signature = self.spec.signature
         if len(batch) > self._max_rows:
-            parts = [(rows, self.run_padded(batch.take(rows))) for rows in in_order(len(batch), self._max_rows)]
+            parts = [(rows, self.run_padded(batch.take(rows))) for rows in batch_in_order(len(batch), self._max_rows)]
             return gather(parts, batch, signature)
         counts = [signature.count(spec, batch) for spec in signature.outputs if MASKS in spec.shape]
-        found = self._engine.infer(pad(batch, signature), counts[0] if counts else None)
-        return unpad({spec.name: found[spec.name] for spec in signature.outputs}, batch, signature)
+        outputs = self._engine.infer(pad(batch, signature), counts[0] if counts else None)
+        return unpad({spec.name: outputs[spec.name] for spec in signature.outputs}, batch, signature)
 
 
 BACKEND = TensorRT()

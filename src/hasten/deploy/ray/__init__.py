@@ -1,4 +1,4 @@
-"""Bundles on Ray Serve: our engine and application in every replica, with Ray's proxy in front of them."""
+"""Serve bundles on Ray Serve: hasten's application in every replica, behind Ray's proxy."""
 
 from hasten.deploy.ray.replica import application
 

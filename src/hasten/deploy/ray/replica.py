@@ -1,4 +1,4 @@
-"""What runs in the processes of the fleet: the server's application, behind Ray's proxy instead of our own sockets."""
+"""The code of a replica: the server's application behind Ray's proxy instead of hasten's own sockets."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import msgspec
 
 from hasten.core.errors import HastenError, InputError, UnavailableError
 from hasten.deploy.ray.config import DEPLOYMENT
-from hasten.server import logs, tei
-from hasten.server.app import App, State
+from hasten.server.app import App
 from hasten.server.asgi import Asgi
-from hasten.server.exchange import Exchange
-from hasten.server.routes import NotFoundError, Router
+from hasten.server.http.exchange import Exchange
+from hasten.server.protocols import tei
+from hasten.server.protocols.routes import NotFoundError, Router
 from hasten.server.run import bundle_paths, http_limits, load_models, make_app
 from hasten.server.settings import Settings
+from hasten.server.telemetry import logs
 
 logger = logging.getLogger("hasten")
 
@@ -28,14 +29,14 @@ _REPOSITORY = "/v2/repository/"
 
 
 def application(arguments: dict[str, Any]) -> Any:
-    """What `serve deploy` and `serve run` import and call with the document's `args`."""
+    """Build the application; `serve deploy` and `serve run` call this with the configuration's `args`."""
     from ray import serve
 
     settings = Settings.read(arguments, environment={})
-    # Pickled as one with the class: what opens it in the replica and what answers from it is the same object there.
+    # Pickled together with the class, so that all methods in a replica share this object.
     replica = Replica(settings)
 
-    async def load(_: object, model_id: str) -> Held:
+    async def load(_: object, model_id: str) -> ModelHandle:
         return await asyncio.to_thread(replica.hold, model_id)
 
     class Bundles:
@@ -50,17 +51,17 @@ def application(arguments: dict[str, Any]) -> Any:
         async def check_health(self) -> None:
             replica.check()
 
-    chosen: type = Bundles
+    deployment: type = Bundles
     if settings.max_models is not None:
         multiplexed = serve.multiplexed(load, max_num_models_per_replica=settings.max_models)
-        chosen = type(Bundles.__name__, (Bundles,), {"load": multiplexed})
-    # A function, called in the replica: anything else would be taken for the application itself, and copied.
-    ingress = serve.ingress(lambda: replica.asgi())
-    return serve.deployment(ingress(chosen), name=DEPLOYMENT).bind()
+        deployment = type(Bundles.__name__, (Bundles,), {"load": multiplexed})
+    # A function, which is called in the replica: anything else would be treated as the application and pickled.
+    ingress = serve.ingress(lambda: replica.asgi)
+    return serve.deployment(ingress(deployment), name=DEPLOYMENT).bind()
 
 
-def open_once(arguments: dict[str, Any]) -> None:
-    """Each bundle, as a replica would, and close it."""
+def open_shared(arguments: dict[str, Any]) -> None:
+    """Open and close each bundle as a replica would."""
     settings = Settings.read(arguments, environment={})
     app = make_app(settings)
     for name, path in bundle_paths(settings).items():
@@ -69,67 +70,68 @@ def open_once(arguments: dict[str, Any]) -> None:
 
 
 class Replica:
+    """The server's application in one replica."""
+
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
     def open(self, load: Load | None) -> None:
-        """In the process that answers; `load` is for models that are loaded when they are asked for."""
+        """Open the application in the replica's process; with `load`, models are loaded on demand."""
         settings = self._settings
-        logs.set_up(settings.log)
+        logs.set_up(settings.log_format)
         app = self._app = make_app(settings)
         answer: Callable[[Exchange], None] = app
         if load is None:
             load_models(app, settings)
         else:
             for name, path in bundle_paths(settings).items():
-                app.models.know(path, name)
-            answer = OnDemand(app, load)
-            app.state = State.READY
-        self._asgi = Asgi(answer, http_limits(settings), self._close, app, names_requests=False)
-
-    def asgi(self) -> Asgi:
-        return self._asgi
+                app.models.register(path, name)
+            answer = OnDemandApp(app, load)
+            app.is_ready = True
+        self.asgi = Asgi(answer, http_limits(settings), self._close, app, adds_request_id=False)
 
     def _close(self) -> None:
-        self._app.state = State.DRAINING
-        self._app.close(self._settings.drain)
+        self._app.is_ready = False
+        self._app.close(self._settings.drain_timeout)
 
     def update(self, digests: Mapping[str, str]) -> None:
-        """Put what lies on the disk now in the place of what is served, where that is something else."""
+        """Reload the bundles whose hash differs from the loaded one."""
         models, paths = self._app.models, bundle_paths(self._settings)
-        there = {served.name: served.bundle.manifest.digest for served in models}
+        loaded = {served.name: served.bundle.manifest.digest for served in models}
         for name, digest in digests.items():
-            if self._settings.max_models is not None and name not in there:
-                models.know(paths[name], name)
-            elif there.get(name) != digest and models.load(paths[name], name).bundle.manifest.digest != digest:
-                logger.warning("%s on this node is not what was deployed: deploy again", name)
+            if self._settings.max_models is not None and name not in loaded:
+                models.register(paths[name], name)
+            elif loaded.get(name) != digest and models.load(paths[name], name).bundle.manifest.digest != digest:
+                logger.warning("the bundle %s on this node differs from the deployed one: deploy again", name)
 
     def check(self) -> None:
+        """Raise an UnavailableError if a session has stalled."""
         if not self._app.is_alive():
-            raise UnavailableError("a session hangs")
+            raise UnavailableError("a session has stalled")
 
-    def hold(self, name: str) -> Held:
-        self._app.models.load_again(name)
-        return Held(self._app, name)
+    def hold(self, name: str) -> ModelHandle:
+        """Load a model, which stays loaded until the handle is deleted."""
+        self._app.models.load_known(name)
+        return ModelHandle(self._app, name)
 
 
-class Held:
-    """A model that is there until Ray, which counts them, calls `__del__`."""
+class ModelHandle:
+    """A model that stays loaded until Ray, which limits their number, calls `__del__`."""
 
     def __init__(self, app: App, name: str) -> None:
         self._app, self._name = app, name
         self._is_held = True
 
     def __del__(self) -> None:
-        # Ray calls it, and then Python does; at the end all are closed already.
+        # Ray calls it before Python does; at shutdown, all models are closed already.
         if self._is_held and self._app.is_ready:
             self._is_held = False
-            with suppress(HastenError):  # somebody has unloaded it
+            with suppress(HastenError):  # it was unloaded by a request
                 self._app.models.unload(self._name)
 
 
-class OnDemand:
-    """An application whose models are loaded when they are asked for."""
+class OnDemandApp:
+    """An application that loads a model at its first request."""
 
     def __init__(self, app: App, load: Load) -> None:
         self._app, self._load = app, load
@@ -143,34 +145,37 @@ class OnDemand:
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
-            # Not in the event loop: a body may be large.
-            name = await asyncio.to_thread(asked_model, self._router, exchange)
+            # In a thread, since a large body would block the event loop.
+            name = await asyncio.to_thread(requested_model, self._router, exchange)
             if name in (known := self._app.models.paths):
                 self._app.keys.check(exchange.headers.get("authorization", ""))
                 await self._load(name)
             elif name == "":
-                raise InputError("several models are served here", hint=f'name one with "model": {", ".join(known)}')
+                raise InputError(
+                    "the request names no model, and several are served",
+                    hint=f'set "model" to one of {", ".join(known)}',
+                )
         except HastenError as error:
             exchange.fail(error)
         except Exception:
-            logger.exception("a model could not be loaded")
-            exchange.fail(UnavailableError("the model could not be loaded; the replica's log says why"))
+            logger.exception("the model could not be loaded")
+            exchange.fail(UnavailableError("the model could not be loaded; see the replica's log"))
         else:
             self._app(exchange)
 
 
-class _Named(msgspec.Struct):
+class _ModelField(msgspec.Struct):
     model: str = ""
 
 
-def asked_model(router: Router, exchange: Exchange) -> str | None:
-    """The model that a request names in its path, its query or its body; None where it is about none."""
+def requested_model(router: Router, exchange: Exchange) -> str | None:
+    """Return the model that a request names in its path, query or body; None if the route needs no model."""
     try:
         route, names = router.find(exchange.method, exchange.path)
     except NotFoundError:
         return None
     if route.path.startswith(_REPOSITORY):
-        return None  # these load and unload by themselves
+        return None  # these routes load and unload models themselves
     if "model" in names:
         return names["model"]
     if route.handle is tei.info:
@@ -178,6 +183,6 @@ def asked_model(router: Router, exchange: Exchange) -> str | None:
     if "model" not in getattr(route.body, "__struct_fields__", ()):
         return None
     try:
-        return msgspec.json.decode(exchange.content(), type=_Named).model
+        return msgspec.json.decode(exchange.content(), type=_ModelField).model
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None  # whoever reads it says what is wrong with it
+        return None  # the route's handler reports the error

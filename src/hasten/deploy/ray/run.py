@@ -1,4 +1,4 @@
-"""A fleet on Ray: one of our own on this machine, which ends with us, or a cluster that runs on without us."""
+"""Run on Ray Serve: on a local Ray that ends with this process, or on a cluster that keeps running."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 from hasten.bundle import open_bundle
 from hasten.core.errors import HastenError, PlanError, StageError, UnavailableError, UnsupportedError, missing_package
-from hasten.core.hardware import usable_cores
-from hasten.deploy.ray.config import APPLICATION, fitting, fleet, share_of, with_gpus, write
-from hasten.deploy.ray.replica import open_once
+from hasten.core.system.hardware import usable_cores
+from hasten.deploy.ray.config import APPLICATION, max_gpu_replicas, replica_share, serve_config, with_gpus, write
+from hasten.deploy.ray.replica import open_shared
 from hasten.server.run import Addresses, bundle_paths
 from hasten.server.settings import Settings
 
@@ -31,24 +31,24 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: None) -> None:
-    """On a Ray of our own until SIGTERM or SIGINT; on a cluster until the fleet answers, which then stays."""
-    if (settings.write is not None or settings.address is not None) and settings.host in _LOCAL:
-        logger.warning("every node will listen on %s, where nobody else reaches it: --host 0.0.0.0", settings.host)
-    if settings.write is not None:
-        write(fleet(settings), settings.write)
-        logger.info("written: %s", settings.write)
+    """Serve on a local Ray until SIGTERM or SIGINT; on a cluster, deploy, wait until it answers, and return."""
+    if (settings.write_config is not None or settings.address is not None) and settings.host in _LOCAL:
+        logger.warning("nodes will listen on %s only, which clients cannot reach: use --host 0.0.0.0", settings.host)
+    if settings.write_config is not None:
+        write(serve_config(settings), settings.write_config)
+        logger.info("wrote %s", settings.write_config)
         return
-    is_own = settings.address is None
-    if is_own:
+    is_local = settings.address is None
+    if is_local:
         settings = replace(settings, port=_free_port(settings.host, settings.port))
-    document = fleet(settings)
+    document = serve_config(settings)
     _check(settings)
     if find_spec("ray") is None:
         raise missing_package("ray", "serving on Ray", "ray")
-    if settings.host not in _LOCAL and settings.key_file is None and not os.environ.get("HASTEN_API_KEYS"):
-        logger.warning("anyone who reaches %s may ask: no API keys are set (--key-file)", settings.host)
-    if is_own:
-        # Read when Ray is imported. Whoever reaches its own ports may run code: with a token alone, which it makes.
+    if settings.host not in _LOCAL and settings.api_key_file is None and not os.environ.get("HASTEN_API_KEYS"):
+        logger.warning("any client of %s may send requests: no API keys are set (--api-key-file)", settings.host)
+    if is_local:
+        # Read when Ray is imported. Ray's ports let clients run code: require the token that Ray creates.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
@@ -56,21 +56,21 @@ def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: No
 
     on_term = signal.getsignal(signal.SIGTERM)
     try:
-        if is_own:
-            # Not for what comes later: the next build may need none.
+        if is_local:
+            # Not kept in `settings`: the next version of a bundle may not need a GPU.
             _start(with_gpus(settings))
         else:
             _connect(str(settings.address))
-        signal.signal(signal.SIGTERM, on_term)  # Ray has set its own
-        where = Addresses(deploy(document), None)
-        asked = _signals() if is_own else None
-        on_ready(where)
-        if asked is not None:
-            _attend(settings, document, asked)
-            logger.info("stopping: what was taken is answered first")
+        signal.signal(signal.SIGTERM, on_term)  # Ray has replaced it
+        addresses = Addresses(deploy(document), None)
+        signals = _queue_signals() if is_local else None
+        on_ready(addresses)
+        if signals is not None:
+            _wait_for_stop(settings, document, signals)
+            logger.info("stopping after answering the accepted requests")
             serve.shutdown()
     finally:
-        # Of our own with all its processes; of a cluster our connection.
+        # Stops a local Ray with all its processes; disconnects from a cluster.
         ray.shutdown()
 
 
@@ -80,9 +80,9 @@ def _check(settings: Settings) -> None:
 
 
 def deploy(document: dict[str, Any]) -> str:
-    """Have it run on the Ray that this process is connected to; where it listens, as soon as it answers.
+    """Deploy to the Ray that this process is connected to, wait until it answers, and return its address.
 
-    As `serve run FILE` does it: `serve.run` would start the replicas of a bundle that has not changed anew.
+    This is what `serve run FILE` does; `serve.run` would restart the replicas although their bundle has not changed.
     """
     from ray import serve
     from ray.serve.context import _get_global_client
@@ -93,100 +93,102 @@ def deploy(document: dict[str, Any]) -> str:
     serve.start(**options)
     client = _get_global_client()
     running = client.get_serve_details()["applications"]
-    kept = others(running)
+    others = other_applications(running)
     if APPLICATION in running:
-        _try(document["applications"][0], running[APPLICATION].get("deployed_app_config") or {})
-    whole = {**document, "applications": [*kept, *document["applications"]]}
-    client.deploy_apps(ServeDeploySchema.model_validate(whole))
-    _wait()
+        _open_once(document["applications"][0], running[APPLICATION].get("deployed_app_config") or {})
+    merged = {**document, "applications": [*others, *document["applications"]]}
+    client.deploy_apps(ServeDeploySchema.model_validate(merged))
+    _wait_until_running()
     client.wait_for_proxies_serving(wait_for_applications_running=True)
     http = client.http_config
     host = f"[{http.host}]" if ":" in http.host else http.host
     return f"{'https' if http.ssl_certfile else 'http'}://{host}:{http.port}"
 
 
-def _try(wanted: dict[str, Any], running: dict[str, Any]) -> None:
-    """Open what is to replace something once beside it: a replica that fails at that is lost."""
+def _open_once(wanted: dict[str, Any], running: dict[str, Any]) -> None:
+    """Open changed bundles once in a separate worker: a replica that fails to reload is lost."""
     import ray
 
     (after,), before = wanted["deployments"], running.get("deployments", [{}])
     is_same = wanted["args"] == running.get("args") and after["user_config"] == before[0].get("user_config")
-    if is_same or "num_gpus" in after["ray_actor_options"]:  # there may be no other share of a GPU to try it on
+    if is_same or "num_gpus" in after["ray_actor_options"]:  # there may be no free share of a GPU
         return
     try:
-        ray.get(ray.remote(num_cpus=0)(open_once).remote(wanted["args"]))
+        ray.get(ray.remote(num_cpus=0)(open_shared).remote(wanted["args"]))
     except ray.exceptions.RayError as error:
-        why = getattr(error, "cause", error)
-        raise StageError(f"what runs stays, since this cannot be opened: {_last_line(str(why))}") from error
+        cause = getattr(error, "cause", error)
+        raise StageError(f"not deployed, since a bundle cannot be opened: {_last_line(str(cause))}") from error
 
 
-def others(applications: dict[str, Any]) -> list[dict[str, Any]]:
-    """What else the cluster runs: whatever a document does not list is taken away."""
-    kept = []
-    for name, about in applications.items():
+def other_applications(applications: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the configurations of the cluster's other applications: Ray deletes those that are not listed."""
+    configs = []
+    for name, details in applications.items():
         if name == APPLICATION:
             continue
-        if about["route_prefix"] == "/":
-            raise PlanError(f"the application '{name}' of this cluster answers at / already", hint="serve status")
-        if (config := about.get("deployed_app_config")) is not None:
-            kept.append(config)
-    return kept
+        if details["route_prefix"] == "/":
+            raise PlanError(
+                f"the application '{name}' of this cluster already has the route /", hint="see serve status"
+            )
+        if (config := details.get("deployed_app_config")) is not None:
+            configs.append(config)
+    return configs
 
 
-def _wait() -> None:
+def _wait_until_running() -> None:
     from ray import serve
 
-    told = ""
+    logged = ""
     while True:
-        found = serve.status().applications.get(APPLICATION)
-        state, message = ("", "") if found is None else (str(found.status.value), found.message)
+        application = serve.status().applications.get(APPLICATION)
+        state, message = ("", "") if application is None else (str(application.status.value), application.message)
         if state == "RUNNING":
             return
         if state == "DEPLOY_FAILED":
             raise StageError(
-                f"Ray could not start it: {_last_line(message)}", hint="Ray's own log says more, in logs/serve"
+                f"Ray could not start the application: {_last_line(message)}", hint="see Ray's log in logs/serve"
             )
-        if message != told:
-            told = message
+        if message != logged:
+            logged = message
             logger.info("%s", message)
         time.sleep(_POLL_S)
 
 
 def _last_line(message: str) -> str:
-    """Of a traceback the line that says what went wrong."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["it does not say why"]
+    """Return the line of a traceback that names the error."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no reason given"]
     return next((line for line in reversed(lines) if "Error" in line), lines[-1])
 
 
-def _signals() -> SimpleQueue[int]:
-    asked: SimpleQueue[int] = SimpleQueue()
-    for known in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(known, lambda number, _: asked.put(number))
-    return asked
+def _queue_signals() -> SimpleQueue[int]:
+    signals: SimpleQueue[int] = SimpleQueue()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: signals.put(number))
+    return signals
 
 
-def _attend(settings: Settings, document: dict[str, Any], asked: SimpleQueue[int]) -> None:
-    """Until asked to stop. On SIGHUP, or as often as is set, bundles that changed are rolled out."""
+def _wait_for_stop(settings: Settings, document: dict[str, Any], signals: SimpleQueue[int]) -> None:
+    """Wait until a signal stops the server; on SIGHUP or periodically, deploy the bundles that have changed."""
     while True:
         number = int(signal.SIGHUP)
         with suppress(Empty):
-            number = asked.get(timeout=settings.watch)
+            number = signals.get(timeout=settings.reload_interval)
         if number != signal.SIGHUP:
-            # Asked twice: now.
+            # A second signal kills the process.
             signal.signal(number, signal.SIG_DFL)
             return
-        document = _again(settings, document)
+        document = _redeploy(settings, document)
 
 
-def _again(settings: Settings, document: dict[str, Any]) -> dict[str, Any]:
+def _redeploy(settings: Settings, document: dict[str, Any]) -> dict[str, Any]:
     try:
-        changed = fleet(settings)
+        changed = serve_config(settings)
         if changed != document:
             _check(settings)
             deploy(changed)
-            logger.info("what has changed is served now")
+            logger.info("the changed bundles are deployed")
     except HastenError as error:
-        logger.error("what has changed is not served: %s", error)
+        logger.error("the changed bundles are not deployed: %s", error)
         return document
     return changed
 
@@ -194,53 +196,55 @@ def _again(settings: Settings, document: dict[str, Any]) -> dict[str, Any]:
 def _start(settings: Settings) -> None:
     import ray
 
-    share, replicas = share_of(settings), settings.replicas
-    # More replicas than cores are slow, not forbidden: on one machine that is for its owner to say.
-    cores = max(usable_cores(), share.cpus * (replicas.most or replicas.least if replicas is not None else 1))
+    share, replicas = replica_share(settings), settings.replicas
+    # More replicas than cores are slow but allowed.
+    cores = max(usable_cores(), share.cpus * (replicas.max_count or replicas.min_count if replicas is not None else 1))
     try:
         ray.init(
             address="local",
             num_cpus=cores,
             include_dashboard=False,
             logging_level=logging.ERROR,
-            # Its lines are for people.
-            log_to_driver=settings.log == "text",
+            # Ray's own lines are not JSON.
+            log_to_driver=settings.log_format == "text",
         )
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise UnavailableError(f"Ray does not start: {_last_line(str(error))}") from error
-    logger.info("Ray is started: its address is %s", ray.get_runtime_context().gcs_address)
-    least = replicas.least if replicas is not None else 1
-    there = int(ray.cluster_resources().get("GPU", 0))
-    # Ray would wait for others to come, and we for Ray.
-    if settings.gpus is not None and fitting(there, settings.gpus) < least:
-        hint = "fewer --replicas, or a smaller share" if there else "leave --gpus out"
+    logger.info("Ray has started; its address is %s", ray.get_runtime_context().gcs_address)
+    min_replicas = replicas.min_count if replicas is not None else 1
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    # Ray would wait forever for more GPUs.
+    if settings.gpus is not None and max_gpu_replicas(gpus, settings.gpus) < min_replicas:
+        hint = "use fewer --replicas, or a smaller share" if gpus else "leave --gpus out"
         raise UnsupportedError(
-            f"{least} × {settings.gpus:g} of a GPU do not fit on the {there} of this machine", hint=hint
+            f"{min_replicas} × {settings.gpus:g} GPUs do not fit on this machine, which has {gpus}", hint=hint
         )
 
 
 def _connect(address: str) -> None:
     import ray
 
-    where = urlsplit(address if "://" in address else f"//{address}")
+    parts = urlsplit(address if "://" in address else f"//{address}")
     try:
-        if where.port is not None:
-            # Ray itself tries for minutes.
-            socket.create_connection((where.hostname or "", where.port), _CONNECT_S).close()
+        if parts.port is not None:
+            # Ray itself would retry for minutes.
+            socket.create_connection((parts.hostname or "", parts.port), _CONNECT_S).close()
         elif address != "auto":
-            raise ValueError("it is no host:port")
+            raise ValueError("the address is not HOST:PORT")
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        why = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-        raise UnavailableError(f"no Ray cluster at {address}: {why[0]}", hint="ray start --head begins one") from error
+        lines = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
+        raise UnavailableError(
+            f"no Ray cluster at {address}: {lines[0]}", hint="start one with ray start --head"
+        ) from error
 
 
 def _free_port(host: str, port: int) -> int:
-    """As given, or any that is free where that is 0; Ray does not tell which it took, nor well that it is taken."""
+    """Return the port, or a free one for 0: Ray neither reports the port it chose nor clearly that one is in use."""
     try:
-        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
-            return int(tried.getsockname()[1])
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            return int(probe.getsockname()[1])
     except OSError as error:
         raise UnavailableError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}", hint="--host and --port take others"
+            f"cannot listen on {host}:{port}: {error.strerror or error}", hint="choose others with --host and --port"
         ) from error

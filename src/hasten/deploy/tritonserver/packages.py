@@ -1,4 +1,4 @@
-"""What the server's Python must have beside NumPy."""
+"""The packages that the server's Python needs in addition to NumPy."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import re
 from collections.abc import Sequence
 
 from hasten.bundle import Bundle
-from hasten.core.variant import CPU, CUDA, Variant
-from hasten.deploy.tritonserver.options import FUSED
+from hasten.core.variant import CPU, CUDA
+from hasten.deploy.tritonserver.variant_choice import FUSED
 
 _TRITON = "triton"
-# By backend and device, what a session of ours imports. ONNX Runtime for GPUs brings the libraries of CUDA that it was
-# built for: those of the image may be others.
-_NEEDED = {
+# A plain version: a bundle is not trusted, and versions become parts of commands.
+_VERSION = re.compile(r"[0-9][0-9A-Za-z.]*", re.ASCII)
+# The packages that hasten's sessions import, by backend and device. ONNX Runtime for GPUs is installed with the CUDA
+# libraries that it was built for, since the image may have others.
+RUNTIME_PACKAGES = {
     ("onnxruntime", CPU): ("onnxruntime",),
     ("graph", CPU): ("onnxruntime",),
     ("openvino", CPU): ("openvino",),
@@ -21,21 +23,13 @@ _NEEDED = {
 }
 
 
-def needed(variant: Variant) -> tuple[str, ...]:
-    return _NEEDED[variant.backend, variant.device]
-
-
 def needs_compiler(packages: Sequence[str]) -> bool:
+    """Return whether one of the packages compiles C code at run time, as Triton does."""
     return any(package.partition("==")[0] == _TRITON for package in packages)
 
 
-def pinned(bundle: Bundle, names: Sequence[str]) -> tuple[str, ...]:
-    """Packages of the versions that the bundle was built with, where it says so; a build's own mark is left out."""
-    built = bundle.manifest.machine.libraries
-    found = {name: built.get(name.partition("[")[0], "").partition("+")[0] for name in names}
-    return tuple(f"{name}=={version}" if _is_version(version) else name for name, version in found.items())
-
-
-def _is_version(text: str) -> bool:
-    """A bundle may say anything, and what it says here becomes part of commands."""
-    return re.fullmatch(r"[0-9][0-9A-Za-z.]*", text, re.ASCII) is not None
+def pin_versions(bundle: Bundle, names: Sequence[str]) -> tuple[str, ...]:
+    """Pin packages to the versions that the bundle was built with, if it records them, without local build tags."""
+    libraries = bundle.manifest.machine.libraries
+    versions = {name: libraries.get(name.partition("[")[0], "").partition("+")[0] for name in names}
+    return tuple(f"{name}=={version}" if _VERSION.fullmatch(version) else name for name, version in versions.items())

@@ -1,4 +1,4 @@
-"""tritonserver's configuration files: protobuf's text format, for the few kinds of values that they need."""
+"""Write tritonserver's configuration files in protobuf's text format."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-# Fields by name; a list is a field that repeats.
+# Fields by name; a list is a repeated field.
 Value: TypeAlias = str | int | Mapping[str, "Value"] | Sequence["Value"]
 Message: TypeAlias = Mapping[str, Value]
 
 
 class Word(str):
-    """A value of an enumeration: it stands without quotes."""
+    """A value of an enumeration, which is written without quotes."""
 
     __slots__ = ()
 
 
 def to_text(message: Message, depth: int = 0) -> str:
+    """Return the message in text format, indented by `depth` levels."""
     return "".join(_field(name, value, "  " * depth, depth) for name, value in message.items())
 
 
 def entries(mapping: Mapping[str, Value]) -> list[Value]:
-    """A map, which protobuf writes as a field that repeats."""
+    """Return a map as protobuf writes it: as a repeated field of keys and values."""
     return [{"key": key, "value": value} for key, value in mapping.items()]
 
 
@@ -33,9 +34,9 @@ def _field(name: str, value: Value, indent: str, depth: int) -> str:
         return f"{indent}{name} {{\n{inner}{indent}}}\n" if inner else f"{indent}{name} {{ }}\n"
     if isinstance(value, str | int):
         return f"{indent}{name}: {_scalar(value)}\n"
-    if all(isinstance(one, int) for one in value):
+    if all(isinstance(item, int) for item in value):
         return f"{indent}{name}: {list(value)}\n"
-    return "".join(_field(name, one, indent, depth) for one in value)
+    return "".join(_field(name, item, indent, depth) for item in value)
 
 
 def _scalar(value: str | int) -> str:
@@ -46,18 +47,19 @@ def _scalar(value: str | int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What a model takes or gives, in the words of the v2 protocol; dims are without the axis of the batch."""
+    """An input or output of a model in terms of the Open Inference Protocol; dims exclude the batch axis."""
 
     name: str
     datatype: str
     dims: tuple[int, ...]
     is_optional: bool = False
-    # Requests of other lengths may run together with it: who executes them takes them apart.
+    # Whether requests of different lengths may be batched; the backend then separates them.
     is_ragged: bool = False
-    # The file beside the configuration that has a name for each entry.
+    # The file beside the configuration with a label for each entry.
     labels: str = ""
 
     def to_message(self) -> Message:
+        """Return the tensor as a message of the configuration."""
         kind = "STRING" if self.datatype == "BYTES" else self.datatype
         message: dict[str, Value] = {"name": self.name, "data_type": Word(f"TYPE_{kind}"), "dims": self.dims}
         if self.is_optional:

@@ -1,4 +1,4 @@
-"""Quantizing models of transformers by rewriting their source: trainable modules that export with QDQ nodes.
+"""Quantize transformers models by rewriting their source: trainable modules that export with QDQ nodes.
 
 with qdq.patched(), qdq.calibration("percentile", 99.99) as calibrate:
     model = AutoModelForSequenceClassification.from_pretrained(...)
@@ -14,7 +14,7 @@ try:
     from hasten.quantize.qdq.export import export
     from hasten.quantize.qdq.patch import patched
     from hasten.quantize.qdq.sensitivity import groups, relax, sensitivity
-    from hasten.quantize.qdq.switch import disable, enable, quantizers
+    from hasten.quantize.qdq.toggle import disable, enable, quantizers
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers"):
         raise

@@ -1,4 +1,4 @@
-"""Which expressions of a model's source are quantized, and what their quantizers are called."""
+"""Find the expressions of a model's source to quantize, and insert named quantizers around their operands."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import nn
 
 from hasten.quantize.qdq.replacements import REPLACEMENTS, name_of
 
-# Injected into the namespace in which rewritten code runs.
+# The names injected into the namespace in which rewritten code runs.
 QUANTIZER = "_hasten_quantizer"
 LINEAR = "_hasten_linear"
 
 # How many of the first arguments are operands.
-_PRODUCTS = {
+_MATMULS = {
     torch.matmul: 2,
     torch.bmm: 2,
     torch.mm: 2,
     nn.functional.linear: 2,
     nn.functional.scaled_dot_product_attention: 3,
 }
-_METHODS = ("matmul", "bmm", "mm")
-_UNKNOWN_METHODS = ("baddbmm", "addmm", "addbmm")
-# Products that no runtime has an eight-bit kernel for, in the form in which they are written.
-_UNKNOWN = (
+_MATMUL_METHODS = ("matmul", "bmm", "mm")
+_UNSUPPORTED_METHODS = ("baddbmm", "addmm", "addbmm")
+# Matmuls in a form that no runtime has an 8-bit kernel for.
+_UNSUPPORTED = (
     torch.einsum,
     torch.baddbmm,
     torch.addmm,
@@ -37,45 +37,51 @@ _UNKNOWN = (
     nn.functional.bilinear,
     nn.functional.multi_head_attention_forward,
 )
-_NO_KERNEL, _ELSEWHERE = "no runtime multiplies it in eight bits", "its operands are not its first arguments"
-# Modules whose products are in torch's own source.
-_CLOSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Transformer, nn.Bilinear)
+_NO_KERNEL, _NOT_POSITIONAL = "no runtime computes it in 8 bits", "its operands are not positional arguments"
+# Modules whose matmuls are in torch's own source.
+_TORCH_MODULES = (
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+    nn.Transformer,
+    nn.Bilinear,
+)
 
 
-class Kind(StrEnum):
-    """What is quantized beside linear layers."""
+class OperandKind(StrEnum):
+    """The kinds of operands that are quantized besides those of linear layers."""
 
-    PRODUCT = "product"
+    MATMUL = "matmul"
     RESIDUAL = "residual"
     EMBEDDINGS = "embeddings"
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """A construct that cannot be rewritten, and why."""
+class RewriteProblem:
+    """A construct that cannot be rewritten, and the reason."""
 
     construct: str
     line: int
-    why: str
+    reason: str
 
 
 @dataclass
-class Owner:
-    """A class or function as it is rewritten: its quantizers, in the order of its source, and what stood in the way."""
+class RewriteScope:
+    """A class or function that is being rewritten: its quantizers in source order, and the problems found."""
 
-    # Where its quantizers are found at run time: `self`, or the argument that is the module.
-    home: str | None
-    # Names that bases have given away.
-    taken: set[str] = field(default_factory=set)
-    quantizers: dict[str, Kind] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    # The variable that holds its quantizers at run time: `self`, or the argument that is the module.
+    holder: str | None
+    # Names that base classes use.
+    reserved: set[str] = field(default_factory=set)
+    quantizers: dict[str, OperandKind] = field(default_factory=dict)
+    problems: list[RewriteProblem] = field(default_factory=list)
     is_changed: bool = False
 
-    def name(self, operand: ast.expr, kind: Kind) -> str:
-        """After what stands there; a second one of the same name gets a number."""
-        base, count = _base(operand).strip("_"), 1
+    def add_quantizer(self, operand: ast.expr, kind: OperandKind) -> str:
+        """Add a quantizer and return its name, after the operand, numbered if the name is taken."""
+        base, count = _base_name(operand).strip("_"), 1
         name = f"{base}_quantizer"
-        while name in self.quantizers or name in self.taken:
+        while name in self.quantizers or name in self.reserved:
             count += 1
             name = f"{base}_{count}_quantizer"
         self.quantizers[name] = kind
@@ -84,16 +90,18 @@ class Owner:
 
 
 class Rewriter(ast.NodeTransformer):
-    """Puts quantizers around operands, in one class or function."""
+    """Inserts quantizers around operands in one class or function."""
 
-    def __init__(self, owner: Owner, resolve: Callable[[ast.expr], Any], sums: Mapping[int, Kind]) -> None:
-        self.owner = owner
+    def __init__(
+        self, scope: RewriteScope, resolve: Callable[[ast.expr], Any], sums: Mapping[int, OperandKind]
+    ) -> None:
+        self.scope = scope
         self.resolve = resolve
-        # The additions to quantize, by identity: found before, because rewriting makes new nodes.
+        # The additions to quantize, by the identity of their original nodes: rewriting creates new ones.
         self.sums = sums
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        kind = Kind.PRODUCT if isinstance(node.op, ast.MatMult) else self.sums.get(id(node))
+        kind = OperandKind.MATMUL if isinstance(node.op, ast.MatMult) else self.sums.get(id(node))
         self.generic_visit(node)
         if kind is not None:
             node.left = self._quantized(node.left, node, kind)
@@ -101,7 +109,7 @@ class Rewriter(ast.NodeTransformer):
         return node
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
-        kind = Kind.PRODUCT if isinstance(node.op, ast.MatMult) else self.sums.get(id(node))
+        kind = OperandKind.MATMUL if isinstance(node.op, ast.MatMult) else self.sums.get(id(node))
         self.generic_visit(node)
         if kind is None or not isinstance(node.target, ast.Name):
             return node
@@ -113,75 +121,78 @@ class Rewriter(ast.NodeTransformer):
         function = self.resolve(node.func)
         self.generic_visit(node)
         if function is nn.Linear:
-            self._call(node, LINEAR)
+            self._replace_function(node, LINEAR)
         elif any(function is each for each in REPLACEMENTS):
-            self._call(node, name_of(function))
-        elif any(function is each for each in _UNKNOWN):
-            self._refuse(node, _NO_KERNEL)
-        elif any(function is each for each in _CLOSED):
-            self._refuse(node, "its products are in torch's own source, which is not rewritten")
+            self._replace_function(node, name_of(function))
+        elif any(function is each for each in _UNSUPPORTED):
+            self._reject(node, _NO_KERNEL)
+        elif any(function is each for each in _TORCH_MODULES):
+            self._reject(node, "its matmuls are in torch's own source, which is not rewritten")
         elif function is not None:
-            count = next((count for product, count in _PRODUCTS.items() if product is function), 0)
+            count = next((count for matmul, count in _MATMULS.items() if matmul is function), 0)
             if len(node.args) < count:
-                self._refuse(node, _ELSEWHERE)
+                self._reject(node, _NOT_POSITIONAL)
             else:
                 node.args[:count] = [self._quantized(operand, node) for operand in node.args[:count]]
-        elif isinstance(node.func, ast.Attribute) and node.func.attr.rstrip("_") in _UNKNOWN_METHODS:
-            self._refuse(node, _NO_KERNEL)
-        elif isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
+        elif isinstance(node.func, ast.Attribute) and node.func.attr.rstrip("_") in _UNSUPPORTED_METHODS:
+            self._reject(node, _NO_KERNEL)
+        elif isinstance(node.func, ast.Attribute) and node.func.attr in _MATMUL_METHODS:
             if len(node.args) != 1:
-                self._refuse(node, _ELSEWHERE)
+                self._reject(node, _NOT_POSITIONAL)
             else:
                 node.func.value = self._quantized(node.func.value, node)
                 node.args = [self._quantized(node.args[0], node)]
         return node
 
-    def _call(self, node: ast.Call, name: str) -> None:
-        """Another function, by a name that is ours."""
+    def _replace_function(self, node: ast.Call, name: str) -> None:
+        """Call an injected function instead."""
         node.func = ast.copy_location(ast.Name(name, ast.Load()), node.func)
-        self.owner.is_changed = True
+        self.scope.is_changed = True
 
-    def _quantized(self, operand: ast.expr, construct: ast.AST, kind: Kind = Kind.PRODUCT) -> ast.expr:
+    def _quantized(self, operand: ast.expr, construct: ast.AST, kind: OperandKind = OperandKind.MATMUL) -> ast.expr:
         if isinstance(operand, ast.Constant):
             return operand
-        if self.owner.home is None:
-            self._refuse(construct, "there is no module here that could hold its quantizers")
+        if self.scope.holder is None:
+            self._reject(construct, "there is no module in scope to hold its quantizers")
             return operand
-        home = ast.Name(self.owner.home, ast.Load())
-        call = ast.Call(ast.Attribute(home, self.owner.name(operand, kind), ast.Load()), [operand], [])
-        for made in (call, call.func, home):
-            ast.copy_location(made, operand)
+        holder = ast.Name(self.scope.holder, ast.Load())
+        call = ast.Call(ast.Attribute(holder, self.scope.add_quantizer(operand, kind), ast.Load()), [operand], [])
+        for node in (call, call.func, holder):
+            ast.copy_location(node, operand)
         return call
 
-    def _refuse(self, construct: Any, why: str) -> None:
-        written = ast.unparse(construct.func if isinstance(construct, ast.Call) else construct)
-        problem = Problem(written, construct.lineno, why)
-        if problem not in self.owner.problems:
-            self.owner.problems.append(problem)
+    def _reject(self, construct: Any, reason: str) -> None:
+        source = ast.unparse(construct.func if isinstance(construct, ast.Call) else construct)
+        problem = RewriteProblem(source, construct.lineno, reason)
+        if problem not in self.scope.problems:
+            self.scope.problems.append(problem)
 
 
-def find_sums(node: ast.ClassDef, resolve: Callable[[ast.expr], Any], *, all_of_forward: bool) -> dict[int, Kind]:
-    """Additions whose result a norm takes: of residuals or, in a class that has tables, of embeddings."""
-    makers = dict(_attributes(node))
-    norms = {name for name, maker in makers.items() if _is_norm(resolve(maker))}
-    has_tables = any(resolve(maker) is nn.Embedding for maker in makers.values())
-    kind = Kind.EMBEDDINGS if has_tables else Kind.RESIDUAL
-    found: list[ast.AST] = []
+def find_sums(
+    node: ast.ClassDef, resolve: Callable[[ast.expr], Any], *, all_of_forward: bool
+) -> dict[int, OperandKind]:
+    """Return the additions whose result a norm reads: of residuals or, in a class with tables, of embeddings."""
+    constructors = dict(_attributes(node))
+    norms = {name for name, constructor in constructors.items() if _is_norm(resolve(constructor))}
+    has_tables = any(resolve(constructor) is nn.Embedding for constructor in constructors.values())
+    kind = OperandKind.EMBEDDINGS if has_tables else OperandKind.RESIDUAL
+    sums: list[ast.AST] = []
     for function in (part for part in node.body if isinstance(part, ast.FunctionDef)):
         if all_of_forward and function.name == "forward":
-            found += [part for part in ast.walk(function) if _is_addition(part)]
+            sums += [part for part in ast.walk(function) if _is_addition(part)]
         for call in ast.walk(function):
             if isinstance(call, ast.Call) and _attribute_of_self(call.func) in norms and call.args:
-                found += _sums_behind(call.args[0], function, call.lineno, whole=has_tables)
-    return {id(part): kind for part in found}
+                sums += _sums_behind(call.args[0], function, call.lineno, whole=has_tables)
+    return {id(part): kind for part in sums}
 
 
 def referenced(node: ast.AST) -> set[str]:
+    """Return the names that a node reads."""
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
 
 
 def _sums_behind(argument: ast.expr, function: ast.FunctionDef, line: int, *, whole: bool) -> Iterator[ast.AST]:
-    """The addition that is a norm's argument, or that its argument was last assigned; of embeddings, all of them."""
+    """Yield the addition that is a norm's argument or was last assigned to it; with `whole`, all that were assigned."""
     if _is_addition(argument):
         yield argument
     if not isinstance(argument, ast.Name):
@@ -206,7 +217,7 @@ def _is_addition(node: ast.AST) -> bool:
 
 
 def _attributes(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
-    """What `self.x = Maker(...)` in its methods makes its attributes with."""
+    """Yield the attributes that methods assign as `self.x = Constructor(...)`, with their constructors."""
     for part in ast.walk(node):
         if isinstance(part, ast.Assign) and isinstance(part.value, ast.Call):
             for target in part.targets:
@@ -215,33 +226,35 @@ def _attributes(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _attribute_of_self(node: ast.expr) -> str | None:
-    is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    return node.attr if is_own else None  # type: ignore[attr-defined]
+    is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    return node.attr if is_attribute else None  # type: ignore[attr-defined]
 
 
-def _is_norm(maker: Any) -> bool:
-    return isinstance(maker, type) and issubclass(maker, nn.Module) and maker.__name__.endswith("Norm")
+def _is_norm(constructor: Any) -> bool:
+    return (
+        isinstance(constructor, type) and issubclass(constructor, nn.Module) and constructor.__name__.endswith("Norm")
+    )
 
 
-def _base(operand: ast.expr) -> str:
+def _base_name(operand: ast.expr) -> str:
     match operand:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
         case ast.Call(func=ast.Attribute(attr=name), args=[first, *_]) if name.endswith("_quantizer"):
-            return _base(first)
+            return _base_name(first)
         case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[first, *_]) if "drop" in name:
-            return _base(first)
+            return _base_name(first)
         case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name)):
             return name
-        case ast.Call(func=ast.Attribute(value=inner)) if not _is_space(inner):
-            return _base(inner)
+        case ast.Call(func=ast.Attribute(value=inner)) if not _is_torch_namespace(inner):
+            return _base_name(inner)
         case ast.Call(args=[first, *_]):
-            return _base(first)
+            return _base_name(first)
         case ast.Subscript(value=inner) | ast.BinOp(left=inner) | ast.UnaryOp(operand=inner):
-            return _base(inner)
+            return _base_name(inner)
     return "operand"
 
 
-def _is_space(node: ast.expr) -> bool:
-    """Whether it reads like a module of torch."""
+def _is_torch_namespace(node: ast.expr) -> bool:
+    """Return whether an expression names a module of functions."""
     return ast.unparse(node) in ("torch", "nn", "F", "nn.functional", "torch.nn.functional", "math")

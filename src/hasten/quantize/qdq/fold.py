@@ -1,137 +1,107 @@
-"""Weights to eight bits in the file: what a traced graph rounds again and again is rounded once."""
+"""Fold the quantization of weights in a traced graph: they are stored in 8 bits and quantized only once."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
 import torch
 
-from hasten.graph import attribute
+from hasten.onnx_graph import attribute
+from hasten.quantize.analysis.matmuls import GraphIndex
 
-_QUANTIZE = "QuantizeLinear"
-_DEQUANTIZE = "DequantizeLinear"
-_PAIRED = (_QUANTIZE, _DEQUANTIZE)
+QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+_QDQ = (QUANTIZE, DEQUANTIZE)
 
 
 def fold(model: Any) -> None:
-    """In place: constants by value, equal pairs once, weights in eight bits and turned as products read them."""
-    graph = model.graph
-    _name_constants(graph)
-    _share(graph)
-    _fold_weights(graph)
+    """Share constants and QDQ pairs that are equal, and store weights in 8 bits, transposed as matmuls read them."""
+    _share_constants(model)
+    _share_pairs(model.graph)
+    _fold_weights(model)
 
 
-def constants(graph: Any) -> dict[str, Any]:
-    """Tensors whose values the graph holds, by name."""
-    found = {tensor.name: tensor for tensor in graph.initializer}
-    for node in graph.node:
-        if node.op_type == "Constant" and (value := attribute(node, "value", None)) is not None:
-            found[node.output[0]] = value
-        elif node.op_type == "Identity" and node.input[0] in found:
-            found[node.output[0]] = found[node.input[0]]  # how the exporter says that two weights are equal
-    return found
-
-
-def readers(graph: Any) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = defaultdict(list)
-    for node in graph.node:
-        for name in node.input:
-            found[name].append(node)
-    return found
-
-
-def _name_constants(graph: Any) -> None:
-    """Scales and zero points as initializers, one for each value: then equal pairs look equal."""
-    known = constants(graph)
-    named: dict[tuple[int, tuple[int, ...], bytes], str] = {}
-    stored = {tensor.name for tensor in graph.initializer}
-    for node in graph.node:
-        if node.op_type not in _PAIRED:
-            continue
-        for place in (1, 2):
-            tensor = known[node.input[place]]
-            key = (tensor.data_type, tuple(tensor.dims), _bytes(tensor))
-            if key not in named:
-                named[key] = f"qdq_{'scale' if place == 1 else 'zero'}_{len(named)}"
-                if named[key] not in stored:
-                    made = graph.initializer.add()
-                    made.CopyFrom(tensor)
-                    made.name = named[key]
-            node.input[place] = named[key]
-
-
-def _bytes(tensor: Any) -> bytes:
+def _share_constants(model: Any) -> None:
+    """Make scales and zero points initializers, one for each value, so that equal pairs look equal."""
     from onnx import numpy_helper
 
-    values: bytes = tensor.raw_data or numpy_helper.to_array(tensor).tobytes()
-    return values
+    graph, constants = model.graph, GraphIndex(model).constants
+    shared: dict[tuple[int, tuple[int, ...], bytes], str] = {}
+    stored = {tensor.name for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type not in _QDQ:
+            continue
+        for index in (1, 2):
+            tensor = constants[node.input[index]]
+            key = (tensor.data_type, tuple(tensor.dims), numpy_helper.to_array(tensor).tobytes())
+            if key not in shared:
+                shared[key] = f"qdq_{'scale' if index == 1 else 'zero'}_{len(shared)}"
+                if shared[key] not in stored:
+                    copy = graph.initializer.add()
+                    copy.CopyFrom(tensor)
+                    copy.name = shared[key]
+            node.input[index] = shared[key]
 
 
-def _share(graph: Any) -> None:
-    """One pair for all who read the same tensor by the same scale."""
+def _share_pairs(graph: Any) -> None:
+    """Share one QDQ pair between all consumers that read a tensor with the same scale."""
     renamed: dict[str, str] = {}
     known: dict[tuple[Any, ...], str] = {}
-    kept = []
+    unique = []
     for node in graph.node:
-        for place, name in enumerate(node.input):
-            node.input[place] = renamed.get(name, name)
-        if node.op_type in (*_PAIRED, "Transpose"):
-            about = tuple(sorted(entry.SerializeToString() for entry in node.attribute))
-            key = (node.op_type, *node.input, about)
+        for index, name in enumerate(node.input):
+            node.input[index] = renamed.get(name, name)
+        if node.op_type in (*_QDQ, "Transpose"):
+            attributes = tuple(sorted(entry.SerializeToString() for entry in node.attribute))
+            key = (node.op_type, *node.input, attributes)
             if key in known:
                 renamed[node.output[0]] = known[key]
                 continue
             known[key] = node.output[0]
-        kept.append(node)
+        unique.append(node)
     del graph.node[:]
-    graph.node.extend(kept)
+    graph.node.extend(unique)
 
 
-def _fold_weights(graph: Any) -> None:
-    held, reading = constants(graph), readers(graph)
-    gone: set[int] = set()
+def _fold_weights(model: Any) -> None:
+    graph, index = model.graph, GraphIndex(model)
+    removed: set[int] = set()
     for node in graph.node:
-        if node.op_type != _QUANTIZE or node.input[0] not in held:
+        if node.op_type != QUANTIZE or node.input[0] not in index.constants:
             continue
         axis = attribute(node, "axis", None)
-        back = reading[node.output[0]]
-        turned = [reader for pair in back for reader in reading[pair.output[0]]]
-        is_turned = bool(turned) and all(
-            each.op_type == "Transpose" and list(attribute(each, "perm", [])) == [1, 0] for each in turned
+        dequantizers = index.consumers(node.output[0])
+        behind = [reader for dequantizer in dequantizers for reader in index.consumers(dequantizer.output[0])]
+        is_transposed = bool(behind) and all(
+            each.op_type == "Transpose" and list(attribute(each, "perm", [])) == [1, 0] for each in behind
         )
-        weight = _to_eight_bits(held, node, axis)
+        weight = _quantize(index.constants, node, axis)
         stored = graph.initializer.add()
-        stored.CopyFrom(_tensor(f"{node.input[0]}_eight_bits", weight.T if is_turned else weight))
-        gone.add(id(node))
-        for pair in back:
-            pair.input[0] = stored.name
-            if axis is not None and is_turned:
-                next(entry for entry in pair.attribute if entry.name == "axis").i = 1 - axis
-            for each in reading[pair.output[0]] if is_turned else ():
-                _reroute(reading[each.output[0]], each.output[0], pair.output[0])
-                gone.add(id(each))
-    kept = [node for node in graph.node if id(node) not in gone]
+        stored.CopyFrom(_tensor(f"{node.input[0]}_eight_bits", weight.T if is_transposed else weight))
+        removed.add(id(node))
+        for dequantizer in dequantizers:
+            dequantizer.input[0] = stored.name
+            if axis is not None and is_transposed:
+                next(entry for entry in dequantizer.attribute if entry.name == "axis").i = 1 - axis
+            for transpose in index.consumers(dequantizer.output[0]) if is_transposed else ():
+                removed.add(id(transpose))
+                for reader in index.consumers(transpose.output[0]):
+                    inputs = (dequantizer.output[0] if name == transpose.output[0] else name for name in reader.input)
+                    reader.input[:] = list(inputs)
+    remaining = [node for node in graph.node if id(node) not in removed]
     del graph.node[:]
-    graph.node.extend(kept)
+    graph.node.extend(remaining)
 
 
-def _reroute(nodes: list[Any], before: str, after: str) -> None:
-    for node in nodes:
-        for place, name in enumerate(node.input):
-            node.input[place] = after if name == before else name
-
-
-def _to_eight_bits(held: dict[str, Any], node: Any, axis: int | None) -> torch.Tensor:
-    """As QuantizeLinear is defined: divided, rounded to even, cut off."""
+def _quantize(tensors: dict[str, Any], node: Any, axis: int | None) -> torch.Tensor:
+    """Quantize a weight as QuantizeLinear is defined: divide, round half to even, clip."""
     from onnx import TensorProto, numpy_helper
 
-    weight, scale = (torch.from_numpy(numpy_helper.to_array(held[name]).copy()) for name in node.input[:2])
+    weight, scale = (torch.from_numpy(numpy_helper.to_array(tensors[name]).copy()) for name in node.input[:2])
     if axis is not None:
-        scale = scale.view([-1 if place == axis else 1 for place in range(weight.dim())])
+        scale = scale.view([-1 if dimension == axis else 1 for dimension in range(weight.dim())])
     divided = weight.float() / scale
-    if held[node.input[2]].data_type == TensorProto.FLOAT8E4M3FN:
+    if tensors[node.input[2]].data_type == TensorProto.FLOAT8E4M3FN:
         return divided.clamp(-448, 448).to(torch.float8_e4m3fn)
     return divided.round().clamp(-128, 127).to(torch.int8)
 
@@ -139,6 +109,6 @@ def _to_eight_bits(held: dict[str, Any], node: Any, axis: int | None) -> torch.T
 def _tensor(name: str, values: torch.Tensor) -> Any:
     from onnx import TensorProto
 
-    kind = TensorProto.INT8 if values.dtype == torch.int8 else TensorProto.FLOAT8E4M3FN
+    data_type = TensorProto.INT8 if values.dtype == torch.int8 else TensorProto.FLOAT8E4M3FN
     raw = values.contiguous().view(torch.uint8).numpy().astype(np.uint8).tobytes()
-    return TensorProto(name=name, data_type=kind, dims=list(values.shape), raw_data=raw)
+    return TensorProto(name=name, data_type=data_type, dims=list(values.shape), raw_data=raw)

@@ -1,4 +1,4 @@
-"""Rewritten classes in the place of the originals, for as long as a context lasts."""
+"""Replace model classes by rewritten ones for as long as a context lasts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from transformers import PreTrainedModel
 
 from hasten.core.errors import PlanError, UnsupportedError
 from hasten.core.variant import Precision
-from hasten.quantize.qdq.constructs import Kind
+from hasten.quantize.qdq.constructs import OperandKind
 from hasten.quantize.qdq.quantizer import LIMITS, QuantizedLinear, Quantizer
-from hasten.quantize.qdq.rewrite import Options, Rewritten, is_rewritten, mapping, rewrite
+from hasten.quantize.qdq.rewrite import RewriteOptions, Rewritten, is_rewritten, rewrite
 
 logger = logging.getLogger("hasten")
 
 _INIT = "__init__"
 _HOOK = "__init_subclass__"
-# What computes products in a class of torch's, and why no quantizer stands there.
-_IN_FLOAT = {
-    nn.Linear: "it is made where rewriting does not reach",
+# torch's classes that compute matmuls and stay in float, with the reason.
+_FLOAT_LAYERS = {
+    nn.Linear: "it is constructed where rewriting does not reach",
     nn.modules.conv._ConvNd: "convolutions are not quantized",
 }
 _CURRENT: ContextVar[_Patch | None] = ContextVar("patch", default=None)
@@ -36,42 +36,42 @@ _CURRENT: ContextVar[_Patch | None] = ContextVar("patch", default=None)
 
 @contextmanager
 def patched(
-    precision: str = Precision.INT8, *, products: bool = True, residuals: bool = False, embeddings: bool = False
+    precision: str = Precision.INT8, *, matmuls: bool = True, residuals: bool = False, embeddings: bool = False
 ) -> Iterator[None]:
-    """Models of transformers that this thread makes inside come with quantizers, and keep them afterwards.
+    """Give the transformers models that this thread constructs in the context quantizers, which they keep.
 
-    Linear layers are quantized, and what is asked for: `products` of two activations, in attention; `residuals` and
-    `embeddings`, the sums in front of norms, which save a GPU the most traffic and cost the most accuracy. Quantizers
-    stand at all of them, so that `qdq.enable` can switch on later what was not asked for.
+    Linear layers are quantized, and optionally `matmuls` of two activations, in attention, and `residuals` and
+    `embeddings`, the sums before norms, which save a GPU the most memory traffic and cost the most accuracy. All of
+    these get quantizers, so that `qdq.enable` can enable the others later.
     """
     if precision not in LIMITS:
-        raise PlanError(f"nobody quantizes to '{precision}' here", hint=f"one of {', '.join(LIMITS)}")
-    asked = {Kind.PRODUCT: products, Kind.RESIDUAL: residuals, Kind.EMBEDDINGS: embeddings}
-    options = Options(Precision(precision), frozenset(kind for kind, is_on in asked.items() if is_on))
-    with _CONSTRUCTORS.redirected(), _made_by(_Patch(options)):
+        raise PlanError(f"quantization to '{precision}' is not supported", hint=f"one of {', '.join(LIMITS)}")
+    requested = {OperandKind.MATMUL: matmuls, OperandKind.RESIDUAL: residuals, OperandKind.EMBEDDINGS: embeddings}
+    options = RewriteOptions(Precision(precision), frozenset(kind for kind, is_on in requested.items() if is_on))
+    with _CONSTRUCTORS.redirected(), _constructing_with(_Patch(options)):
         yield
 
 
 @contextmanager
-def outside() -> Iterator[None]:
-    """Models that are made inside are the originals, even where all of it is inside of `patched`."""
-    with _made_by(None):
+def unpatched() -> Iterator[None]:
+    """Construct models in the context without quantizers, even inside of `patched`."""
+    with _constructing_with(None):
         yield
 
 
 @contextmanager
-def _made_by(patch: _Patch | None) -> Iterator[None]:
-    before = _CURRENT.set(patch)
+def _constructing_with(patch: _Patch | None) -> Iterator[None]:
+    token = _CURRENT.set(patch)
     try:
         yield
     finally:
-        _CURRENT.reset(before)
+        _CURRENT.reset(token)
 
 
 class _Constructors:
-    """Every class that makes models first asks which patch is the current one, for as long as somebody has one.
+    """The redirected constructors of all model classes, which look up the current patch while any is in use.
 
-    One for the process: contexts of several threads end in any order, and the last of them puts the originals back.
+    There is one for the process: contexts of several threads end in any order, and the last restores the originals.
     """
 
     def __init__(self) -> None:
@@ -95,18 +95,18 @@ class _Constructors:
                     setattr(kind, name, value)
 
     def _redirect_all(self) -> None:
-        for kind in _family(PreTrainedModel):
+        for kind in _with_subclasses(PreTrainedModel):
             self._redirect(kind)
-        # Auto classes import models when they are asked for.
-        announce = vars(PreTrainedModel)[_HOOK]
+        # Auto classes import model classes lazily.
+        original_hook = vars(PreTrainedModel)[_HOOK]
 
-        def announced(kind: type, /, **about: Any) -> None:
-            announce.__get__(None, kind)(**about)
+        def hook(kind: type, /, **kwargs: Any) -> None:
+            original_hook.__get__(None, kind)(**kwargs)
             with self._lock:
                 if self._users:
                     self._redirect(kind)
 
-        self._replace(PreTrainedModel, _HOOK, classmethod(announced))
+        self._replace(PreTrainedModel, _HOOK, classmethod(hook))
 
     def _replace(self, kind: type, name: str, value: Any) -> None:
         self._before.append((kind, name, vars(kind)[name]))
@@ -129,7 +129,7 @@ def _redirected(original: Callable[..., None]) -> Callable[..., None]:
             return
         model.__class__ = patch.rewritten(type(model))
         model.__init__(*args, **kwargs)
-        patch.check_whole(model)
+        patch.check_complete(model)
 
     return construct
 
@@ -138,87 +138,83 @@ def _redirected(original: Callable[..., None]) -> Callable[..., None]:
 class _Patch:
     """The rewritten classes of one context."""
 
-    options: Options
-    done: dict[str, Rewritten] = field(default_factory=dict)
+    options: RewriteOptions
+    modules: dict[str, Rewritten] = field(default_factory=dict)
 
     def rewritten(self, kind: type) -> type:
-        """The class that stands for this one, its module rewritten the first time somebody asks."""
-        found = self._module_of(kind)
+        """Return the rewritten form of a class; its module is rewritten on first use."""
+        module = self._module_of(kind)
         for base in kind.__mro__:
-            if base.__module__ in self.done:
-                self.done[base.__module__].check(base)
-        if kind not in found.classes:
+            if base.__module__ in self.modules:
+                self.modules[base.__module__].check(base)
+        if kind not in module.classes:
             raise UnsupportedError(
-                f"{kind.__qualname__} is not written at the top of {found.file}",
-                hint="neither inside of a function nor under an 'if'",
+                f"{kind.__qualname__} is not defined at the top level of {module.file}",
+                hint="move it out of the function or 'if'",
             )
-        return found.classes[kind]
+        return module.classes[kind]
 
     def _module_of(self, kind: type) -> Rewritten:
         name = kind.__module__
-        if name not in self.done:
-            # A namespace that was never imported has no source either, and is refused as such.
+        if name not in self.modules:
+            # A namespace that was never imported has no source, and is rejected for that reason.
             module = sys.modules.get(name, ModuleType(name))
-            made = self.done[name] = rewrite(module, self.options, self._inherited)
-            for each in made.classes.values():
+            rewritten = self.modules[name] = rewrite(module, self.options, self._inherited)
+            for each in rewritten.classes.values():
                 if issubclass(each, PreTrainedModel):
-                    _complete(each)
-        return self.done[name]
+                    _adapt(each)
+        return self.modules[name]
 
     def _inherited(self, base: type) -> type | None:
-        """For a base from another file, as of people who build on a model of transformers: it is rewritten too."""
+        """Return the rewritten form of a base class from another module, as custom models on transformers have."""
         is_model = issubclass(base, PreTrainedModel) and base is not PreTrainedModel
         if is_model or base.__module__.startswith("transformers.models."):
             return self._module_of(base).classes.get(base)
         return None
 
-    def check_whole(self, model: nn.Module) -> None:
-        """A part that is of the original's class came about in a way that we do not see, and computes in float."""
-        known = mapping(self.done)
-        changed = {kind for each in self.done.values() for kind in each.changed}
+    def check_complete(self, model: nn.Module) -> None:
+        """Raise if a submodule has an original class: it would silently compute in float."""
+        known = {original for each in self.modules.values() for original in each.classes}
+        changed = {kind for each in self.modules.values() for kind in each.changed}
         for name, part in model.named_modules():
             if type(part) in known and not changed.isdisjoint(type(part).__mro__):
                 raise UnsupportedError(
-                    f"'{name}' of {type(model).__name__} is made where rewriting does not reach: a plain"
+                    f"'{name}' of {type(model).__name__} is constructed where rewriting does not reach: a plain"
                     f" {type(part).__name__} ({sys.modules[type(part).__module__].__file__})"
                 )
-        for kind, why in _IN_FLOAT.items():
-            plain = [
-                name
-                for name, part in model.named_modules()
-                if isinstance(part, kind) and not isinstance(part, QuantizedLinear)
-            ]
+        for kind, reason in _FLOAT_LAYERS.items():
+            layers = {name: part for name, part in model.named_modules() if isinstance(part, kind)}
+            plain = [name for name, part in layers.items() if not isinstance(part, QuantizedLinear)]
             if plain:
-                logger.warning(
-                    "'%s' of %s stays in float: %s; such layers: %d", plain[0], type(model).__name__, why, len(plain)
-                )
+                message = "'%s' of %s stays in float: %s (layers like it: %d)"
+                logger.warning(message, plain[0], type(model).__name__, reason, len(plain))
 
 
-def _family(kind: type) -> list[type]:
-    found: dict[type, None] = {kind: None}
-    below: list[type] = type.__subclasses__(kind)
-    for derived in below:
-        found |= dict.fromkeys(_family(derived))
-    return list(found)
+def _with_subclasses(kind: type) -> list[type]:
+    classes: dict[type, None] = {kind: None}
+    derived: list[type] = type.__subclasses__(kind)
+    for subclass in derived:
+        classes |= dict.fromkeys(_with_subclasses(subclass))
+    return list(classes)
 
 
-def _complete(kind: Any) -> None:
-    """What transformers asks a model's class about, answered for one with quantizers."""
+def _adapt(kind: Any) -> None:
+    """Adapt the hooks that transformers calls on a model class to quantizers."""
     initialize = kind._init_weights
 
     def initialize_weights(model: Any, module: nn.Module) -> None:
         if not isinstance(module, Quantizer):
             initialize(model, module)
-        # Of a checkpoint that does not know of quantizers, their numbers are whatever was in memory.
+        # With a checkpoint that has no quantizers, their ranges are uninitialised memory.
         elif not getattr(module.amax, "_is_hf_initialized", False):
             module.forget()
 
     expand = kind.get_expanded_tied_weights_keys
 
     def expanded(model: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
-        # By how names begin, the quantizer of a weight that is tied would be tied too.
-        found = expand(model, *args, **kwargs)
-        return {name: source for name, source in found.items() if not name.endswith("quantizer.amax")}
+        # Names are matched by prefix: the quantizer of a tied weight would be tied too.
+        keys = expand(model, *args, **kwargs)
+        return {name: source for name, source in keys.items() if not name.endswith("quantizer.amax")}
 
     kind.get_expanded_tied_weights_keys = expanded
     kind._init_weights = initialize_weights
@@ -227,11 +223,11 @@ def _complete(kind: Any) -> None:
     kind._supports_sdpa = kind._supports_flash_attn = kind._supports_flex_attn = False
 
 
-def _check_attention(model: Any, asked: str | None, *_: Any, **__: Any) -> str:
-    """Quantizers stand in the attention that is written out: any other would pass them by."""
-    if asked not in (None, "eager"):
+def _check_attention(model: Any, requested: str | None, *_: Any, **__: Any) -> str:
+    """Raise for attention other than eager, which would bypass the quantizers."""
+    if requested not in (None, "eager"):
         raise UnsupportedError(
-            f"quantizers of {type(model).__name__} stand in the attention that is written out: '{asked}' is another",
-            hint="attn_implementation='eager', in the configuration too where it is given",
+            f"the quantizers of {type(model).__name__} work only with eager attention, not with '{requested}'",
+            hint="use attn_implementation='eager', also in the configuration",
         )
     return "eager"

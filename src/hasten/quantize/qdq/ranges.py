@@ -1,4 +1,4 @@
-"""Where to cut a tensor's values off: histograms that grow with what they see, and four ways to read them."""
+"""Choose clipping ranges from histograms of activations, by maximum, percentile, entropy or mean squared error."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from torch import Tensor
 
 from hasten.core.errors import InputError, PlanError, StageError
 from hasten.core.variant import Precision
-from hasten.quantize.qdq.quantizer import LIMITS, rounded
+from hasten.quantize.qdq.quantizer import LIMITS, fake_quantize
 
-# A range that grows doubles and merges bins two by two: at worst half of them are in use.
+# When the range grows, it doubles and bins merge in pairs: at worst half of them are in use.
 _BINS = 4096
-# Half a symmetric range of int8: what entropy compares with.
+# The levels of half a symmetric int8 range, with which entropy compares.
 _LEVELS = 128
-# How many places to cut off are tried by entropy and by mean squared error.
-_PLACES = 128
+# The number of clipping thresholds that entropy and mean squared error try.
+_THRESHOLDS = 128
 _PERCENTILE = 99.99
-# Below, most values would be cut off; a fraction, which is easily taken for a percentile, is far below.
-_LEAST_PERCENTILE = 50
-# torch counts in fp32, in which a bin that has reached this many stays there.
-_COUNTED_AT_ONCE = 2**24
+# Below, most values would be clipped; a fraction passed by mistake (0.9999) is far below.
+_MIN_PERCENTILE = 50
+# torch counts in fp32, in which a bin cannot exceed this count.
+_MAX_COUNT = 2**24
 
 
-class Method(StrEnum):
+class RangeMethod(StrEnum):
+    """The ways to choose a clipping range."""
+
     MAX = "max"
     PERCENTILE = "percentile"
     ENTROPY = "entropy"
@@ -32,7 +34,7 @@ class Method(StrEnum):
 
 
 class Histogram:
-    """Absolute values, counted as they stream by."""
+    """A histogram of absolute values, filled batch by batch."""
 
     def __init__(self, name: str = "a tensor") -> None:
         self.name = name
@@ -40,15 +42,16 @@ class Histogram:
         self.top = 0.0
         self.counts = torch.zeros(_BINS, dtype=torch.float64)
 
-    def see(self, values: Tensor) -> None:
-        sizes = values.abs().flatten().float()
-        if not sizes.numel():
+    def update(self, values: Tensor) -> None:
+        """Count the values of one batch."""
+        magnitudes = values.abs().flatten().float()
+        if not magnitudes.numel():
             return
-        largest = float(sizes.max())
+        largest = float(magnitudes.max())
         if largest != largest or largest == float("inf"):
             raise StageError(
-                f"calibration met a value that is not finite at {self.name}",
-                hint="look at the batch and at the weights",
+                f"calibration failed: a value at {self.name} is not finite",
+                hint="check the batch and the weights",
             )
         self.largest = max(self.largest, largest)
         if self.top == 0.0:
@@ -58,81 +61,80 @@ class Histogram:
             merged = self.counts.view(-1, 2).sum(dim=1)
             self.counts = torch.cat([merged, torch.zeros(_BINS // 2, dtype=torch.float64)])
         if self.top == 0.0:
-            self.counts[0] += sizes.numel()  # nothing but zeros so far
+            self.counts[0] += magnitudes.numel()  # only zeros so far
         else:
-            for part in sizes.split(_COUNTED_AT_ONCE):
+            for part in magnitudes.split(_MAX_COUNT):
                 self.counts += torch.histc(part, _BINS, 0.0, self.top).cpu()
-
-    @property
-    def centers(self) -> Tensor:
-        return (torch.arange(_BINS, dtype=torch.float64) + 0.5) * (self.top / _BINS)
 
 
 def check_method(method: str, value: float | None, precision: Precision) -> None:
-    if method not in list(Method):
-        raise PlanError(f"nobody calibrates by '{method}'", hint=f"one of {', '.join(Method)}")
-    if value is not None and method != Method.PERCENTILE:
-        raise PlanError(f"'{method}' takes no number", hint="percentile does, as in 99.99")
+    """Raise for an unknown method, a wrong percentile, or a method that does not support the precision."""
+    if method not in list(RangeMethod):
+        raise PlanError(f"unknown calibration method '{method}'", hint=f"one of {', '.join(RangeMethod)}")
+    if value is not None and method != RangeMethod.PERCENTILE:
+        raise PlanError(f"'{method}' does not take a number", hint="only percentile does, as in 99.99")
     if value is not None and not isinstance(value, int | float):
-        raise PlanError(f"{value!r} is no percentile: it is not a number", hint=f"as in {_PERCENTILE}")
-    if value is not None and not _LEAST_PERCENTILE < value <= 100:
-        is_fraction = _LEAST_PERCENTILE < 100 * value <= 100
-        meant = f"they are of 100: {100 * value:.10g}, not {value}"
-        hint = meant if is_fraction else f"more than {_LEAST_PERCENTILE} and at most 100, as in {_PERCENTILE}"
-        raise PlanError(f"{value} is no percentile to cut off at", hint=hint)
-    if method == Method.ENTROPY and precision is not Precision.INT8:
-        raise PlanError(f"entropy compares with evenly spaced levels, which {precision} has not", hint="mse does not")
+        raise PlanError(f"{value!r} is not a percentile: it is not a number", hint=f"as in {_PERCENTILE}")
+    if value is not None and not _MIN_PERCENTILE < value <= 100:
+        is_fraction = _MIN_PERCENTILE < 100 * value <= 100
+        percent_hint = f"percentiles go up to 100: pass {100 * value:.10g}, not {value}"
+        hint = percent_hint if is_fraction else f"more than {_MIN_PERCENTILE} and at most 100, as in {_PERCENTILE}"
+        raise PlanError(f"{value} is not a valid percentile", hint=hint)
+    if method == RangeMethod.ENTROPY and precision is not Precision.INT8:
+        raise PlanError(f"entropy does not support {precision}: it needs evenly spaced levels", hint="use mse")
 
 
-def find_range(seen: Histogram, method: str, value: float | None, precision: Precision) -> float:
-    if not seen.counts.sum():
+def find_range(histogram: Histogram, method: str, value: float | None, precision: Precision) -> float:
+    """Return the magnitude at which a tensor is clipped."""
+    if not histogram.counts.sum():
         raise InputError("there are no rows to calibrate on")
-    if method == Method.MAX or seen.largest == 0.0:
-        return seen.largest
-    if method == Method.PERCENTILE:
-        return _percentile(seen, _PERCENTILE if value is None else value)
-    return _entropy(seen) if method == Method.ENTROPY else _mse(seen, precision)
+    if method == RangeMethod.MAX or histogram.largest == 0.0:
+        return histogram.largest
+    if method == RangeMethod.PERCENTILE:
+        return _percentile(histogram, _PERCENTILE if value is None else value)
+    return _entropy(histogram) if method == RangeMethod.ENTROPY else _mse(histogram, precision)
 
 
-def _percentile(seen: Histogram, percentile: float) -> float:
-    reached = torch.cumsum(seen.counts, 0) / seen.counts.sum()
-    place = int(torch.searchsorted(reached, torch.tensor(percentile / 100, dtype=torch.float64)))
-    return min((place + 1) * seen.top / _BINS, seen.largest)
+def _percentile(histogram: Histogram, percentile: float) -> float:
+    reached = torch.cumsum(histogram.counts, 0) / histogram.counts.sum()
+    last = int(torch.searchsorted(reached, torch.tensor(percentile / 100, dtype=torch.float64)))
+    return min((last + 1) * histogram.top / _BINS, histogram.largest)
 
 
-def _mse(seen: Histogram, precision: Precision) -> float:
-    """Where the squared error of rounding and cutting off, summed over all values, is smallest."""
-    used = seen.counts > 0
-    centers, counts = seen.centers[used].float(), seen.counts[used]
-    best, least = seen.largest, float("inf")
-    for step in range(1, _PLACES + 1):
-        amax = seen.largest * step / _PLACES
-        error = rounded(centers, torch.tensor(amax / LIMITS[precision]), precision) - centers
+def _mse(histogram: Histogram, precision: Precision) -> float:
+    """Return the threshold with the smallest squared error of rounding and clipping, summed over all values."""
+    used = histogram.counts > 0
+    centers = (torch.arange(_BINS, dtype=torch.float64) + 0.5) * (histogram.top / _BINS)
+    centers, counts = centers[used].float(), histogram.counts[used]
+    best, smallest = histogram.largest, float("inf")
+    for step in range(1, _THRESHOLDS + 1):
+        amax = histogram.largest * step / _THRESHOLDS
+        error = fake_quantize(centers, torch.tensor(amax / LIMITS[precision]), precision) - centers
         total = float((counts * error.double().square()).sum())
-        if total < least:
-            best, least = amax, total
+        if total < smallest:
+            best, smallest = amax, total
     return best
 
 
-def _entropy(seen: Histogram) -> float:
-    """Where the distribution that is left in 128 levels says most about the one that was seen (Kullback-Leibler)."""
-    last = int(seen.counts.nonzero().max()) + 1
-    best, least = seen.largest, float("inf")
-    for places in range(_LEVELS, last + 1, max(1, (last - _LEVELS) // _PLACES)):
-        kept = seen.counts[:places].clone()
-        seen_there = kept > 0
-        kept[-1] += seen.counts[places:].sum()
-        level = torch.arange(places) * _LEVELS // places
-        # What a level holds, spread evenly over those of its bins that are not empty.
-        sums = torch.zeros(_LEVELS, dtype=torch.float64).index_add_(0, level, seen.counts[:places])
-        filled = torch.zeros(_LEVELS, dtype=torch.float64).index_add_(0, level, seen_there.double())
-        spread = torch.where(seen_there, (sums / filled.clamp_min(1))[level], 0.0)
-        reference, candidate = kept / kept.sum(), spread / spread.sum().clamp_min(1)
+def _entropy(histogram: Histogram) -> float:
+    """Return the threshold whose 128 levels have the smallest Kullback-Leibler divergence from the histogram."""
+    last = int(histogram.counts.nonzero().max()) + 1
+    best, smallest = histogram.largest, float("inf")
+    for bins in range(_LEVELS, last + 1, max(1, (last - _LEVELS) // _THRESHOLDS)):
+        clipped = histogram.counts[:bins].clone()
+        is_filled = clipped > 0
+        clipped[-1] += histogram.counts[bins:].sum()
+        level = torch.arange(bins) * _LEVELS // bins
+        # The count of a level is spread evenly over its bins that are not empty.
+        sums = torch.zeros(_LEVELS, dtype=torch.float64).index_add_(0, level, histogram.counts[:bins])
+        filled = torch.zeros(_LEVELS, dtype=torch.float64).index_add_(0, level, is_filled.double())
+        spread = torch.where(is_filled, (sums / filled.clamp_min(1))[level], 0.0)
+        reference, candidate = clipped / clipped.sum(), spread / spread.sum().clamp_min(1)
         both = (reference > 0) & (candidate > 0)
-        # What was seen and is left out altogether is counted as if it had a trace of probability.
+        # Bins that the levels leave out altogether count with a trace of probability.
         missing = reference[(reference > 0) & (candidate == 0)]
         divergence = (reference[both] * (reference[both] / candidate[both]).log()).sum()
         divergence += (missing * (missing / 1e-9).log()).sum()
-        if float(divergence) < least:
-            best, least = places * seen.top / _BINS, float(divergence)
-    return min(best, seen.largest)
+        if float(divergence) < smallest:
+            best, smallest = bins * histogram.top / _BINS, float(divergence)
+    return min(best, histogram.largest)

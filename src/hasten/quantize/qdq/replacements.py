@@ -1,4 +1,4 @@
-"""Functions that compute the same by operators that TensorRT takes."""
+"""Replacements for functions whose ONNX operators TensorRT does not support."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 
 
 def cumsum(values: Tensor, dim: int | None = None, *, axis: int | None = None, dtype: Any = None) -> Tensor:
-    """Of whole numbers too, as RoBERTa counts its positions: TensorRT's CumSum takes floats alone.
+    """Compute a cumulative sum, of integers in float: RoBERTa counts positions, and TensorRT sums only floats.
 
-    They are exact up to 2^24, which no text is long enough to reach.
+    Floats are exact up to 2^24, which is longer than any text.
     """
-    place = dim if dim is not None else axis
-    if place is None:
+    dimension = dim if dim is not None else axis
+    if dimension is None:
         raise TypeError("cumsum needs dim or axis")
     if values.is_floating_point():
-        return torch.cumsum(values, place, dtype=dtype)
-    return torch.cumsum(values.float(), place).to(dtype or torch.int64)
+        return torch.cumsum(values, dimension, dtype=dtype)
+    return torch.cumsum(values.float(), dimension).to(dtype or torch.int64)
 
 
 REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {torch.cumsum: cumsum}
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What a replacement is called in rewritten code."""
+    """Return the name of a replacement in rewritten code."""
     return f"_hasten_{function.__name__}"

@@ -1,4 +1,4 @@
-"""Which quantizer costs how much: each asked about alone, the others off."""
+"""Measure how much accuracy each quantizer of a module costs: each alone, with the others disabled."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from hasten.core.errors import InputError, PlanError
-from hasten.quantize.qdq.switch import chosen, disable, quantizers, switched
+from hasten.quantize.qdq.toggle import active_quantizers, disable, matching, quantizers, switched
 
-_BAR = 24
+_BAR_WIDTH = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """What is lost with these quantizers alone."""
+class QuantizerCost:
+    """The score with only these quantizers enabled, and the loss against the score with none."""
 
     name: str
     quantizers: tuple[str, ...]
@@ -25,81 +25,81 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Sensitivity:
-    """The costliest first. As text: a table with bars."""
+class QuantizerSensitivity:
+    """The costs of a model's quantizers, the largest first; `str()` draws a table with bars."""
 
     reference: float
-    costs: tuple[Cost, ...]
+    costs: tuple[QuantizerCost, ...]
 
     def __str__(self) -> str:
         width = max(len(each.name) for each in self.costs)
         largest = max(abs(each.cost) for each in self.costs) or 1.0
         lines = [f"{'all off':{width}}  {self.reference:9.4f}"]
         for each in self.costs:
-            bar = "█" * round(_BAR * max(each.cost, 0.0) / largest)
+            bar = "█" * round(_BAR_WIDTH * max(each.cost, 0.0) / largest)
             lines.append(f"{each.name:{width}}  {each.value:9.4f}  {each.value - self.reference:+9.4f}  {bar}".rstrip())
         return "\n".join(lines)
 
 
 def sensitivity(
     model: nn.Module, evaluate: Callable[[nn.Module], float], among: Mapping[str, Sequence[str]] | None = None
-) -> Sensitivity:
-    """`evaluate` gives a number of which more is better; it is asked once for each quantizer that is on.
+) -> QuantizerSensitivity:
+    """Call `evaluate` (higher is better) once for each enabled quantizer, or for each group in `among`.
 
-    `among` are groups of them, each asked about as one (`qdq.groups`), where every single one would take too long.
+    Groups (`qdq.groups`) save time if there are too many quantizers to measure one by one.
     """
-    active = [name for name, part in quantizers(model).items() if part.is_active]
-    if not active:
-        raise PlanError(f"no quantizer of {type(model).__name__} is on and calibrated", hint="calibrate it first")
+    active = active_quantizers(model)
     if among is None:
         among = {name: (name,) for name in active}
-    members = {name: chosen(model, patterns) for name, patterns in among.items() if patterns}
+    members = {name: matching(model, patterns) for name, patterns in among.items() if patterns}
     if not members:
-        raise PlanError("there are no quantizers to ask about")
-    costs: list[Cost] = []
+        raise PlanError("there are no quantizers to measure: all groups are empty")
+    costs: list[QuantizerCost] = []
     with switched(model, off=("*",)):
-        reference = asked(evaluate, model)
+        reference = checked_score(evaluate, model)
         for name, names in members.items():
             with switched(model, on=tuple(names)):
-                value = asked(evaluate, model)
-            costs.append(Cost(name, tuple(names), value, reference - value))
-    return Sensitivity(reference, tuple(sorted(costs, key=lambda each: -each.cost)))
+                value = checked_score(evaluate, model)
+            costs.append(QuantizerCost(name, tuple(names), value, reference - value))
+    return QuantizerSensitivity(reference, tuple(sorted(costs, key=lambda each: -each.cost)))
 
 
-def relax(model: nn.Module, evaluate: Callable[[nn.Module], float], found: Sensitivity, max_drop: float) -> list[str]:
-    """Switch off the costliest, one after the other, until no more than `max_drop` is lost; tells which are off.
+def relax(
+    model: nn.Module, evaluate: Callable[[nn.Module], float], measured: QuantizerSensitivity, max_drop: float
+) -> list[str]:
+    """Disable the costliest quantizers until the score drops by no more than `max_drop`; return their names.
 
-    All of a module's go together: a product of eight bits by float is one in float.
+    All quantizers of a module are disabled together: a matmul with one float operand computes in float.
     """
-    of_module = groups(model)
-    off: list[str] = []
-    for each in found.costs:
-        holders = {name.rpartition(".")[0] for name in each.quantizers} & of_module.keys()
-        if not holders:
-            continue  # went off with another
-        if found.reference - asked(evaluate, model) <= max_drop:
+    by_module = groups(model)
+    disabled: list[str] = []
+    for each in measured.costs:
+        modules = {name.rpartition(".")[0] for name in each.quantizers} & by_module.keys()
+        if not modules:
+            continue  # disabled together with another
+        if measured.reference - checked_score(evaluate, model) <= max_drop:
             break
-        off += disable(model, *(name for holder in sorted(holders) for name in of_module.pop(holder)))
-    return off
+        disabled += disable(model, *(name for module in sorted(modules) for name in by_module.pop(module)))
+    return disabled
 
 
-def asked(evaluate: Callable[[nn.Module], float], model: nn.Module) -> float:
-    """What it says about the model: a number, or there is nothing to compare."""
+def checked_score(evaluate: Callable[[nn.Module], float], model: nn.Module) -> float:
+    """Return the score of a model; raise if it is not a number that can be compared."""
     value = evaluate(model)
     try:
-        number = float(value)
+        score = float(value)
     except (TypeError, ValueError):
-        raise InputError(f"evaluate gave {value!r}, which is no number") from None
-    if math.isnan(number):
-        raise InputError("evaluate gave nan, which is neither more nor less than anything")
-    return number
+        raise InputError(f"evaluate returned {value!r}, which is not a number") from None
+    if math.isnan(score):
+        raise InputError("evaluate returned nan, which cannot be compared")
+    return score
 
 
 def groups(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The quantizers that are on, by the module that holds them: a linear layer, an attention, a sum."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return the enabled quantizers by the module that holds them: a linear layer, an attention, a sum."""
+    by_module: dict[str, tuple[str, ...]] = {}
     for name, part in quantizers(model).items():
         if part.is_active:
-            holder = name.rpartition(".")[0]
-            found[holder] = (*found.get(holder, ()), name)
-    return found
+            module = name.rpartition(".")[0]
+            by_module[module] = (*by_module.get(module, ()), name)
+    return by_module

@@ -1,4 +1,4 @@
-"""What runs inside tritonserver's Python backend, shipped with the repository.
+"""Models for tritonserver's Python backend, vendored into the repository.
 
-Each module with a `TritonPythonModel`, as that backend wants it, reads what it is told from `about.json` beside it.
+Each module defines a `TritonPythonModel`, as the backend requires, which reads its configuration from `about.json`.
 """

@@ -1,91 +1,101 @@
-"""Texts to answers: the task's own code around the model, which it calls inside the server.
+"""Answer texts with the task's own code, which calls the model inside the server.
 
-Rows of all requests that wait together are sorted by length, so that little of a batch is padding.
+The rows of all waiting requests are sorted by length to minimize padding.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from hasten.core.batching import by_length
+from hasten.core.batching import batch_by_length, batch_in_order
 from hasten.core.errors import InputError, StageError
-from hasten.core.tensors import ATTENTION_MASK, Batch, Outputs, divide, gather, pad, real_positions, repad, unpad
-from hasten.deploy.tritonserver.models.request import Tensors, Told, answered, columns, server
+from hasten.core.tensors import ATTENTION_MASK, Batch, IntArray, Outputs, pad, real_positions, repad, unpad
+from hasten.deploy.tritonserver.models.request import (
+    ModelConfig,
+    Tensors,
+    answer_requests,
+    parse_options,
+    read_columns,
+    run_together,
+    server,
+)
 from hasten.tasks import TASKS, Encoded, TaskSpec
 
 OPTIONS = "OPTIONS"
-# Fields that are lists, which come as JSON. A text that looks like one stays a text.
+# Fields that are lists, encoded as JSON. In other fields, a text that looks like a list remains a text.
 _LISTS = ("candidate_labels", "choices", "documents")
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _ParsedRequest:
     encoded: Encoded
     options: Any
 
 
 class TritonPythonModel:
+    """Answers texts."""
+
     def initialize(self, args: Mapping[str, str]) -> None:
-        told = Told.read(args)
-        about, self._signature, self._tokenizer = told.about, told.signature, told.tokenizer
-        self._spec = msgspec.convert(about["task"], TaskSpec)
+        """Read the configuration and open the tokenizer."""
+        config = ModelConfig.read(args)
+        values, self._signature, self._tokenizer = config.values, config.signature, config.tokenizer
+        self._spec = msgspec.convert(values["task"], TaskSpec)
         self._task = TASKS.get(self._spec.name)
-        self._model: str = about["model"]
-        # Of the model's inputs, those that its graph takes.
-        self._inputs = frozenset(about["inputs"])
-        self._fields: list[str] = about["fields"]
-        self._max_rows: int = about["max_rows"]
-        self._outputs: list[str] = about["outputs"]
-        # Whether the answer is what the model gives, as it gives it.
-        self._is_raw: bool = about["is_raw"]
-        # What comes as [n] goes as [n], and [n, 1] as [n, 1].
-        self._is_flat: bool = about["is_flat"]
+        self._model: str = values["model"]
+        # The inputs of the graph, which may be fewer than the model's.
+        self._inputs = frozenset(values["inputs"])
+        self._fields: list[str] = values["fields"]
+        self._max_rows: int = values["max_rows"]
+        self._outputs: list[str] = values["outputs"]
+        # Whether the answers are the model's output tensors.
+        self._is_raw: bool = values["is_raw"]
+        # Whether requests and answers have the shape [n] instead of [n, 1].
+        self._is_flat: bool = values["is_flat"]
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        return answered(requests, self._asked, self._answers)
+        """Answer the texts of all requests."""
+        return answer_requests(requests, self._parse, self._answers)
 
-    def _asked(self, request: Any) -> _Asked:
-        given = columns(request, (*(name.upper() for name in self._fields), OPTIONS))
-        said = set(given.pop(OPTIONS, ["{}"]))
-        names = [name.lower() for name in given]
+    def _parse(self, request: Any) -> _ParsedRequest:
+        columns = read_columns(request, (*(name.upper() for name in self._fields), OPTIONS))
+        option_texts = set(columns.pop(OPTIONS, ["{}"]))
+        names = [name.lower() for name in columns]
         items: list[Any] = [
             {name: _list_or_text(value) if name in _LISTS else value for name, value in zip(names, values, strict=True)}
-            for values in zip(*given.values(), strict=True)
+            for values in zip(*columns.values(), strict=True)
         ]
-        if list(given) == ["TEXT"]:
-            items = given["TEXT"]
-        if len(said) > 1:
-            raise InputError(f"{OPTIONS} differ within a request", hint="ask in several requests")
-        options = self._task.options(self._spec, _options(said.pop()))
-        return _Asked(self._task.encode(self._task.parse(items), self._tokenizer, options), options)
+        if list(columns) == ["TEXT"]:
+            items = columns["TEXT"]
+        if len(option_texts) > 1:
+            raise InputError(f"{OPTIONS} differ within a request", hint="send several requests")
+        options = self._task.options(self._spec, parse_options(option_texts.pop(), OPTIONS, '{"top_k": 3}'))
+        return _ParsedRequest(self._task.encode(self._task.parse(items), self._tokenizer, options), options)
 
-    def _answers(self, asked: list[_Asked]) -> Iterator[Tensors]:
-        signature = self._signature
-        whole = Batch.concatenate([one.encoded.batch for one in asked])
-        # What sees padding runs with rows of its own length alone.
-        groups = (
-            by_length(whole.lengths, max_rows=self._max_rows)
-            if signature.ignores_padding
-            else [
-                rows[start : start + self._max_rows]
-                for length in np.unique(whole.lengths)
-                for rows in [np.flatnonzero(whole.lengths == length)]
-                for start in range(0, len(rows), self._max_rows)
-            ]
-        )
-        outputs = gather([(rows, self._run(whole.take(rows))) for rows in groups], whole, signature)
-        for one, own in zip(asked, divide(outputs, [one.encoded.batch for one in asked], signature), strict=True):
-            answers = self._raw(own, one.encoded.batch) if self._is_raw else self._decoded(own, one)
+    def _answers(self, requests: list[_ParsedRequest]) -> Iterator[Tensors]:
+        batches = [request.encoded.batch for request in requests]
+        outputs = run_together(batches, self._groups, self._run, self._signature)
+        for request, results in zip(requests, outputs, strict=True):
+            answers = self._raw(results, request.encoded.batch) if self._is_raw else self._decoded(results, request)
             yield dict(zip(self._outputs, answers, strict=True))
 
+    def _groups(self, lengths: IntArray) -> Iterator[IntArray]:
+        if self._signature.ignores_padding:
+            yield from batch_by_length(lengths, max_rows=self._max_rows)
+            return
+        # A model whose outputs depend on padding runs rows of one length at a time.
+        for length in np.unique(lengths):
+            rows = np.flatnonzero(lengths == length)
+            yield from (rows[part] for part in batch_in_order(len(rows), self._max_rows))
+
     def _run(self, batch: Batch) -> Outputs:
-        """The model in this server, asked without leaving it."""
+        """Run the model in this server, without a network request."""
         pb = server()
         request = pb.InferenceRequest(
             model_name=self._model,
@@ -93,7 +103,7 @@ class TritonPythonModel:
             inputs=[
                 pb.Tensor(name, feed) for name, feed in pad(batch, self._signature).items() if name in self._inputs
             ],
-            # What is decoded here is wanted here, wherever the model runs.
+            # The outputs are decoded on the CPU, wherever the model runs.
             preferred_memory=pb.PreferredMemory(pb.TRITONSERVER_MEMORY_CPU, 0),
         )
         response = request.exec()
@@ -104,18 +114,18 @@ class TritonPythonModel:
         }
         return unpad(outputs, batch, self._signature)
 
-    def _decoded(self, outputs: Outputs, one: _Asked) -> list[Any]:
-        answers = self._task.decode(outputs, one.encoded, one.options)
+    def _decoded(self, outputs: Outputs, request: _ParsedRequest) -> list[Any]:
+        answers = self._task.decode(outputs, request.encoded, request.options)
         texts = [msgspec.json.encode(answer, enc_hook=lambda value: value.tolist()) for answer in answers]
         return [np.array(texts, object).reshape(-1 if self._is_flat else (-1, 1))]
 
     def _raw(self, outputs: Outputs, batch: Batch) -> list[Any]:
-        """As rectangles; where there is one for tokens, the mask that tells them from padding comes last."""
+        """Return the padded outputs, followed by the attention mask if one of them is per token."""
         width, pads_left = int(batch.lengths.max()), self._signature.pads_left
-        tensors: list[Any] = []
-        for spec in self._signature.outputs:
-            value = outputs[spec.name]
-            tensors.append(repad(value, batch.lengths, width, pads_left) if spec.is_per_token else value)
+        tensors: list[Any] = [
+            repad(outputs[spec.name], batch.lengths, width, pads_left) if spec.is_per_token else outputs[spec.name]
+            for spec in self._signature.outputs
+        ]
         if any(spec.is_per_token for spec in self._signature.outputs):
             mask = real_positions(batch.lengths, width, pads_left)
             tensors += [mask.astype(spec.dtype.value) for spec in self._signature.inputs if spec.name == ATTENTION_MASK]
@@ -123,17 +133,8 @@ class TritonPythonModel:
 
 
 def _list_or_text(value: str) -> object:
-    """Labels may also come as one text, with commas."""
+    """Parse a JSON list; any other text is returned as it is, since labels may be separated by commas."""
     if value.startswith("["):
-        try:
+        with suppress(ValueError, RecursionError):
             return json.loads(value)
-        except (ValueError, RecursionError):
-            pass
     return value
-
-
-def _options(text: str) -> Mapping[str, object]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, object])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InputError(f'{OPTIONS} is not a JSON object, as in {{"top_k": 3}}: {error}') from error

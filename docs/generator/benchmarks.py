@@ -1,0 +1,34 @@
+"""Generates the benchmarks page: one section per study."""
+
+from __future__ import annotations
+
+from generator import serving_studies, studies
+from generator.results import GENERATED
+
+_STUDIES = (
+    studies.cpu,
+    studies.first_answer,
+    serving_studies.latency,
+    serving_studies.throughput,
+    serving_studies.endurance,
+    studies.generation,
+    studies.gpu,
+    studies.accuracy,
+    serving_studies.pods,
+)
+
+
+def page() -> str:
+    """Return the page of all studies."""
+    lines = [
+        GENERATED,
+        "# Benchmarks",
+        "",
+        "Every number on this page comes from a file in `benchmarks/results`, which also holds the spread, the commit "
+        "and the machine. Answers are compared before anything is timed. Contenders run in their own processes and "
+        "alternate; nothing else runs on the machine. Latencies are medians unless stated otherwise. "
+        "Times on other machines differ: repeat them with the command of each section.",
+    ]
+    for study in _STUDIES:
+        lines += study().lines()
+    return "\n".join(lines) + "\n"

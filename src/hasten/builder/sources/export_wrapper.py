@@ -1,0 +1,180 @@
+"""Wrap models in the modules that are exported: the model, and the head that computes the graph's outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from hasten.core.errors import UnsupportedError
+from hasten.tasks import Pooling
+
+# Below any activation, above the smallest float: padding is never the maximum.
+_MASKED_VALUE = -1e9
+
+
+class Exportable(nn.Module):
+    """Takes tensors by name and returns a tuple of tensors, as exporters and sessions require."""
+
+    def __init__(self, model: nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        # Whether the model gets an additive attention mask (see builder/export/encoder.py).
+        self.has_additive_mask = False
+        self.eval()
+
+    def with_model(self, model: nn.Module) -> Self:
+        """Return the same wrapper for another model of the same class."""
+        return type(self)(model, self.inputs, self.outputs)
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, ...]:
+        return self.compute(dict(zip(self.inputs, args, strict=False)) | kwargs)
+
+    def compute(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return the outputs of the graph, in order."""
+        outputs = self.run_model(feeds)
+        return tuple(outputs[name] for name in self.outputs)
+
+    def run_model(self, feeds: dict[str, Tensor]) -> Any:
+        """Return the outputs of the wrapped model."""
+        return self.model(**self.prepare_mask(feeds), return_dict=True)
+
+    def prepare_mask(self, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the feeds with the mask in the form that the model gets."""
+        return feeds | {"attention_mask": _additive_mask(feeds["attention_mask"])} if self.has_additive_mask else feeds
+
+
+def _additive_mask(mask: Tensor) -> Tensor:
+    """Return a mask with zero for tokens and the lowest number for padding: (rows, 1, 1, keys).
+
+    The expansion does nothing, but ONNX Runtime's attention fusion recognizes a mask by exactly these operators.
+    """
+    hidden = 1.0 - mask[:, None, None, :].expand(-1, 1, 1, -1).float()
+    return hidden.masked_fill(hidden.bool(), torch.finfo(torch.float32).min)
+
+
+class Pooled(Exportable):
+    """Returns one vector per text instead of one per token."""
+
+    def __init__(self, model: nn.Module, inputs: Sequence[str], outputs: Sequence[str], head: PoolingHead) -> None:
+        super().__init__(model, inputs, outputs)
+        self.head = head.eval()
+
+    def with_model(self, model: nn.Module) -> Self:
+        return type(self)(model, self.inputs, self.outputs, self.head)
+
+    def compute(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return (self.head(self.run_model(feeds)["last_hidden_state"], feeds["attention_mask"]),)
+
+
+class LastTokenHead(Exportable):
+    """An encoder-decoder that classifies by its last end-of-text token, searched in each row separately.
+
+    The model's own head rejects rows with different numbers of these tokens, such as texts and pairs.
+    """
+
+    def compute(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        outputs = self.model.base_model(**self.prepare_mask(feeds), use_cache=False, return_dict=True)
+        tokens = outputs["last_hidden_state"]
+        ends = feeds["input_ids"] == self.model.config.eos_token_id
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        last = (positions * ends).amax(dim=1, keepdim=True)
+        vectors = (tokens * (positions == last).unsqueeze(-1).to(tokens.dtype)).sum(dim=1)
+        return (self.model.classification_head(vectors),)
+
+
+class SingleChoice(Exportable):
+    """A multiple-choice model that gets one choice per row; the task groups the choices."""
+
+    def compute(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return super().compute({name: value.unsqueeze(1) for name, value in feeds.items()})
+
+
+class MaskPositionHead(Exportable):
+    """Returns the logits of mask tokens only: over a whole vocabulary, those of all tokens cost more than the model."""
+
+    def __init__(self, model: Any, inputs: Sequence[str], outputs: Sequence[str], mask_id: int) -> None:
+        super().__init__(model, inputs, outputs)
+        self.mask_id = mask_id
+        feeds = example_inputs(inputs, 0, mask_id)
+        with torch.inference_mode():
+            expected = [output[feeds["input_ids"] == mask_id] for output in super().compute(feeds)]
+            # A hook instead of a wrapper module: some heads use the embeddings of the base model.
+            model.base_model.register_forward_hook(_KeepMaskTokens(mask_id), with_kwargs=True)
+            actual = self.compute(feeds)
+        if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(actual, expected, strict=True)):
+            raise UnsupportedError(f"the head of {type(model).__name__} does not take each token by itself")
+
+    def with_model(self, model: nn.Module) -> Self:
+        return type(self)(model, self.inputs, self.outputs, self.mask_id)
+
+    def compute(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return tuple(output.squeeze(0) for output in super().compute(feeds))
+
+
+class _KeepMaskTokens:
+    """Keeps the base model's vectors of mask tokens, concatenated as one text."""
+
+    def __init__(self, mask_id: int) -> None:
+        self.mask_id = mask_id
+
+    def __call__(self, base: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], outputs: Any) -> Any:
+        input_ids = args[0] if args else kwargs["input_ids"]
+        # Indices instead of a boolean mask, which exporters turn into more operators.
+        indices = (input_ids.flatten() == self.mask_id).nonzero().squeeze(1)
+        outputs.last_hidden_state = outputs.last_hidden_state.flatten(0, 1).index_select(0, indices).unsqueeze(0)
+        return outputs
+
+
+def example_inputs(
+    inputs: Sequence[str], pad_id: int, mask_id: int | None, *, pads_left: bool = False
+) -> dict[str, Tensor]:
+    """Return a batch of two rows of different length, so that no size is traced as one and the mask matters."""
+    lengths = torch.tensor([7, 5])
+    mask = torch.arange(7) < lengths[:, None]
+    mask = mask.flip(1) if pads_left else mask
+    feeds = {name: torch.zeros((2, 7), dtype=torch.int32) for name in inputs}
+    feeds["input_ids"] = torch.where(mask, 5, pad_id).int()
+    if mask_id is not None:
+        feeds["input_ids"][[0, 0, 1], [2, 4, 3]] = mask_id
+    feeds["attention_mask"] = mask.int()
+    return feeds
+
+
+class PoolingHead(nn.Module):
+    """Turns token vectors into one vector per text: pooling, then the model's dense layers and normalization."""
+
+    def __init__(self, pooling: Sequence[Pooling], dense: Sequence[nn.Module], normalize: bool) -> None:
+        super().__init__()
+        self.pooling = tuple(pooling)
+        self.dense = nn.ModuleList(dense)
+        self.normalize = normalize
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        pooled = torch.cat([pool(kind, tokens, mask) for kind in self.pooling], dim=-1)
+        for layer in self.dense:
+            pooled = layer(pooled)
+        return nn.functional.normalize(pooled, p=2.0, dim=-1) if self.normalize else pooled
+
+
+def pool(kind: Pooling, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Pool token vectors as sentence-transformers does, for rows that start at the first position."""
+    weights = mask.unsqueeze(-1).to(tokens.dtype)
+    if kind is Pooling.CLS:
+        return tokens[:, 0]
+    if kind is Pooling.MAX:
+        return (tokens + (1.0 - weights) * _MASKED_VALUE).amax(dim=1)
+    if kind is Pooling.LAST_TOKEN:
+        last = weights.sum(dim=1, keepdim=True) - 1.0
+        # A one-hot product instead of a gather: the same value, and every exporter and runtime supports it.
+        positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=tokens.dtype).view(1, -1, 1)
+        return (tokens * (positions == last).to(tokens.dtype)).sum(dim=1)
+    if kind is Pooling.WEIGHTED_MEAN:
+        weights = weights * torch.cumsum(torch.ones_like(weights), dim=1)
+    total = weights.sum(dim=1).clamp(min=1e-9)
+    summed = (tokens * weights).sum(dim=1)
+    return summed / (total.sqrt() if kind is Pooling.MEAN_SQRT_LEN else total)

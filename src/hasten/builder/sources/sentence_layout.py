@@ -1,0 +1,146 @@
+"""Read the layout of a sentence-transformers model: pooling, dense layers, normalization, prompts, maximum length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hasten.builder.sources.directory import ModelDirectory
+from hasten.core.errors import PlanError, UnsupportedError
+from hasten.core.plan import Plan
+from hasten.core.tensors import FloatArray
+from hasten.tasks import Pooling
+
+# In the order in which sentence-transformers concatenates them.
+_POOLING_FLAGS = {
+    "pooling_mode_cls_token": Pooling.CLS,
+    "pooling_mode_max_tokens": Pooling.MAX,
+    "pooling_mode_mean_tokens": Pooling.MEAN,
+    "pooling_mode_mean_sqrt_len_tokens": Pooling.MEAN_SQRT_LEN,
+    "pooling_mode_weightedmean_tokens": Pooling.WEIGHTED_MEAN,
+    "pooling_mode_lasttoken": Pooling.LAST_TOKEN,
+}
+# The files in which versions of sentence-transformers store the maximum length.
+_LENGTH_FILES = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid")
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """A dense layer after pooling, with its weights on disk."""
+
+    file: Path
+    inputs: int
+    outputs: int
+    has_bias: bool
+    activation: str
+
+    def module(self) -> Any:
+        """Return the layer as a PyTorch module."""
+        from safetensors.torch import load_file
+        from torch import nn
+
+        linear = nn.Linear(self.inputs, self.outputs, bias=self.has_bias)
+        weights = load_file(self.file)
+        linear.load_state_dict({name.removeprefix("linear."): value.float() for name, value in weights.items()})
+        return nn.Sequential(linear, getattr(nn, self.activation)())
+
+    def arrays(self) -> dict[str, FloatArray]:
+        """Return the weight and, if the layer has one, the bias as fp32 arrays, without PyTorch."""
+        from safetensors.numpy import load_file
+
+        return {name.removeprefix("linear."): value.astype("float32") for name, value in load_file(self.file).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceLayout:
+    """The modules after the transformer, and the settings of the model."""
+
+    pooling: tuple[Pooling, ...]
+    normalize: bool
+    dense: tuple[DenseLayer, ...] = ()
+    max_length: int | None = None
+    lowercase: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+
+
+def read_layout(model: ModelDirectory, plan: Plan) -> SentenceLayout:
+    """Read the layout from the model's files; the plan's pooling replaces missing files or overrides them."""
+    plan_pooling = parse_pooling(plan.pooling) if plan.pooling else None
+    modules = model.json("modules.json")
+    if modules is None:
+        if plan_pooling is None:
+            raise PlanError(
+                f"{model.id} has no sentence-transformers layout, so its pooling is unknown",
+                hint="--pooling mean or cls",
+            )
+        return SentenceLayout(plan_pooling, normalize=False)
+    pooling: tuple[Pooling, ...] = ()
+    dense: list[DenseLayer] = []
+    normalize = False
+    for entry in modules:
+        kind, folder = str(entry["type"]).rsplit(".", 1)[-1], str(entry["path"])
+        if kind == "Transformer":
+            continue
+        if kind == "Pooling":
+            pooling = _read_pooling(model, folder)
+        elif normalize and kind == "Dense":
+            raise UnsupportedError(f"{model.id} has a dense layer after its Normalize module, which is not supported")
+        elif kind == "Dense":
+            dense.append(_read_dense(model, folder))
+        elif kind == "Normalize":
+            normalize = True
+        else:
+            raise UnsupportedError(f"{model.id} has a '{kind}' module, which is not supported")
+    if not pooling and plan_pooling is None:
+        raise PlanError(f"{model.id} has no pooling module", hint="--pooling mean or cls")
+    lengths: Any = next((content for name in _LENGTH_FILES if (content := model.json(name))), {})
+    config = model.json("config_sentence_transformers.json") or {}
+    return SentenceLayout(
+        pooling=plan_pooling or pooling,
+        normalize=normalize,
+        dense=tuple(dense),
+        max_length=lengths.get("max_seq_length"),
+        lowercase=bool(lengths.get("do_lower_case")),
+        # Keep empty prompts: newer versions write them, and requests or the default may name them.
+        prompts={name: text or "" for name, text in (config.get("prompts") or {}).items()},
+        default_prompt=config.get("default_prompt_name"),
+    )
+
+
+def parse_pooling(text: str) -> tuple[Pooling, ...]:
+    """Parse pooling modes joined by `+`."""
+    try:
+        return tuple(Pooling(part) for part in text.split("+"))
+    except ValueError as error:
+        raise PlanError(f"unknown pooling '{text}'", hint=f"one of {', '.join(Pooling)}, or several with +") from error
+
+
+def _read_pooling(model: ModelDirectory, folder: str) -> tuple[Pooling, ...]:
+    config = model.json(f"{folder}/config.json") or {}
+    if not config.get("include_prompt", True):
+        raise UnsupportedError(f"{model.id} excludes its prompt from the pooling, which is not supported")
+    mode = config.get("pooling_mode")
+    if mode is not None:
+        return parse_pooling("+".join([mode] if isinstance(mode, str) else mode))
+    return tuple(kind for flag, kind in _POOLING_FLAGS.items() if config.get(flag)) or (Pooling.MEAN,)
+
+
+def _read_dense(model: ModelDirectory, folder: str) -> DenseLayer:
+    config = model.json(f"{folder}/config.json") or {}
+    activation = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rsplit(".", 1)[-1]
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedError(f"{model.id} has a dense layer with the unsupported activation '{activation}'")
+    if config.get("use_residual"):
+        raise UnsupportedError(f"{model.id} has a dense layer with a residual connection, which is not supported")
+    weights = model.find(f"{folder}/model.safetensors")
+    if weights is None:
+        raise UnsupportedError(f"{model.id} has a dense layer without safetensors weights ({folder})")
+    return DenseLayer(
+        weights, int(config["in_features"]), int(config["out_features"]), bool(config.get("bias", True)), activation
+    )

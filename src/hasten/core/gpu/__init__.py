@@ -1,0 +1,1 @@
+"""Buckets and the capture lock, shared by the GPU backends."""

@@ -1,0 +1,1 @@
+"""Small ONNX models, serialized without the onnx package."""

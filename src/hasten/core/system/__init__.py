@@ -1,0 +1,1 @@
+"""The machine: hardware, limits, caches and files."""

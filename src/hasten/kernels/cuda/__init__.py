@@ -1,0 +1,1 @@
+"""CUDA driver calls, graph capture and replay."""

@@ -1,0 +1,1 @@
+"""Matrix multiplication through cuBLASLt, PyTorch or Triton."""

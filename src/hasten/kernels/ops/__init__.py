@@ -1,0 +1,1 @@
+"""Triton kernels, one fused operation per file, each beside its plain PyTorch reference."""

@@ -1,0 +1,1 @@
+"""Task metrics and the statistics that compare them."""

@@ -1,0 +1,1 @@
+"""Measure activations: calibration, ranges, overflow and sensitivity inputs."""

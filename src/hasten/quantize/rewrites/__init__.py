@@ -1,0 +1,1 @@
+"""Rewrite graphs so that they keep their accuracy in low precision."""

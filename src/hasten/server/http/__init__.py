@@ -1,0 +1,1 @@
+"""HTTP/1.1 transport: connections, parsing, responses and streaming."""

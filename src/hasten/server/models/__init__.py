@@ -1,0 +1,1 @@
+"""Loaded models: the registry, hot reload, and a module per model family."""

@@ -1,0 +1,196 @@
+"""An encoder bundle that is served: opened, warmed up and checked against its reference answers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from hasten.backends import Artifact, RunOptions, Session, SupportsBuckets, run_until
+from hasten.bundle import Bundle
+from hasten.core.errors import AccuracyError, HastenError, TooLargeError
+from hasten.core.plan import Gate
+from hasten.core.progress import SilentProgress
+from hasten.core.system.hardware import gpu_memory_used_bytes, usable_cores
+from hasten.core.tensors import Outputs, Shape
+from hasten.core.variant import CPU
+from hasten.measure.encoder_gate import expect, verify
+from hasten.predictor import Predictor, open_session
+from hasten.server.models.instances import choose_instances
+from hasten.server.models.registry import Model, queue_limits
+from hasten.server.request_records import RequestStats
+from hasten.server.scheduling.core_scheduler import CoreScheduler
+from hasten.server.scheduling.encoder_engine import EncoderRequest, Engine, EngineObserver
+from hasten.server.scheduling.queue import Limits
+from hasten.server.settings import Settings
+from hasten.tasks import TASKS, AnyTask, Encoded, TaskSpec
+
+logger = logging.getLogger("hasten")
+
+Answer = TypeVar("Answer")
+
+# Reference rows that a model must answer before the server reports that it is ready.
+_TEST_ROWS = 16
+# A thread's share of a batch whose activations stay in the caches of its core: in larger batches each token takes
+# longer, and the first request waits for the others.
+_TOKENS_PER_THREAD = 512
+# Enough to keep a GPU busy: beyond a few thousand tokens throughput does not grow, and the first request waits longer.
+_TOKENS_PER_GPU = 8192
+# Time for all sessions of a model to prepare buckets; the remaining ones are prepared on first use.
+_WARM_UP_S = 30.0
+# The shape on which the number of sessions is measured: short texts, as most are.
+_MEASURED_SHAPE = Shape(4, 64)
+# A broken model answers no row correctly. A variant of lower precision misses a few, as its build has measured; among
+# so few rows this share more may be missed by chance.
+_TEST_SLACK = 0.2
+
+
+class EncoderModel(Model):
+    """A model that answers with scores, labels or embeddings."""
+
+    engine: Engine
+
+    def __init__(
+        self, name: str, bundle: Bundle, settings: Settings, scheduler: CoreScheduler, observer: EngineObserver
+    ) -> None:
+        super().__init__(name, bundle, settings)
+        self.spec: TaskSpec = bundle.manifest.task
+        self.task: AnyTask = TASKS.get(self.spec.name)
+        self.signature = self.artifact.signature
+        self.instances, threads = _instances_and_threads(self.artifact, bundle, settings)
+        with ExitStack() as opened:
+            options = RunOptions(threads)
+            sessions = [opened.enter_context(open_session(self.artifact, options)) for _ in range(self.instances)]
+            self.limits = _limits(sessions[0], threads, settings)
+            self._warm_up(sessions)
+            self._test(Predictor(self.spec, self.tokenizer, sessions[0]))
+            opened.pop_all()  # the engine closes the sessions
+        self.engine = Engine(
+            sessions,
+            self.limits,
+            encoders=max(1, usable_cores() // 2),
+            share=scheduler.join(threads),
+            observer=observer,
+            max_batch_delay_s=settings.max_batch_delay / 1e6,
+        )
+        self.since = time.time()
+
+    @cached_property
+    def default_options(self) -> Any:
+        """Return the task's default options."""
+        return self.task.options(self.spec, {})
+
+    @cached_property
+    def token_types(self) -> int:
+        """Return the highest token type of the tokenizer: runtimes would look up others beyond the end of a table."""
+        types = self.tokenizer.encode([("a", "a")]).batch.values.get("token_type_ids")
+        return 0 if types is None else int(types.max())
+
+    def ask(
+        self,
+        payload: Callable[[], object],
+        decode: Callable[[Outputs, Encoded], Answer],
+        on_done: Callable[[Answer | HastenError, RequestStats | None], None],
+        *,
+        options: object = None,
+        check: Callable[[Encoded], None] = lambda _: None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Callable[[], None]:
+        """Submit a payload, which is parsed and checked off the caller's thread; return a function that cancels it."""
+
+        def encode() -> Encoded:
+            content = payload()
+            self.check_characters(content)
+            items = self.task.parse(content)
+            if len(items) > self.settings.max_client_batch_size:
+                raise TooLargeError(f"{len(items)} items are more than {self.settings.max_client_batch_size}")
+            encoded = self.task.encode(items, self.tokenizer, self.default_options if options is None else options)
+            check(encoded)
+            return encoded
+
+        return self.submit(encode, decode, on_done, priority=priority, timeout_s=timeout_s)
+
+    def submit(
+        self,
+        encode: Callable[[], Encoded],
+        decode: Callable[[Outputs, Encoded], Answer],
+        on_done: Callable[[Answer | HastenError, RequestStats | None], None],
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Callable[[], None]:
+        """Submit rows to the engine; return a function that cancels the request."""
+
+        def encode_checked() -> Encoded:
+            encoded = encode()
+            self.check_tokens(encoded.batch.tokens)
+            return encoded
+
+        request = EncoderRequest(encode_checked, decode, on_done, priority, self.deadline(timeout_s))
+        self.engine.submit(request)
+        return lambda: self.engine.cancel(request)
+
+    def _warm_up(self, sessions: Sequence[Session]) -> None:
+        until = time.monotonic()
+        for session in sessions:
+            until += _WARM_UP_S / len(sessions)
+            if isinstance(session, SupportsBuckets):
+                batches = session.samples(self.limits.tokens_per_batch, self.limits.rows_per_batch)
+                begin, before = time.monotonic(), gpu_memory_used_bytes()
+                done = run_until(session, batches, until)
+                used = gpu_memory_used_bytes() - before
+                logger.info(
+                    "%s: prepared %d of %d buckets in %.1f s%s; the others are prepared on first use",
+                    self.name,
+                    done,
+                    len(batches),
+                    time.monotonic() - begin,
+                    f" and {used / 1e6:.0f} MB of GPU memory" if used > 0 else "",
+                )
+            else:
+                shapes = self.bundle.report.plan.shapes
+                usual = [Shape(shapes.batch.min, shapes.sequence.min), shapes.optimal]
+                # On a GPU the first run of each shape takes long.
+                session.warm(usual if self.variant.device == CPU else shapes.grid())
+
+    def _test(self, predictor: Predictor) -> None:
+        reference = self.bundle.reference()
+        rows = reference.rows[:_TEST_ROWS]
+        signature = predictor.session.spec.signature
+        encoded = predictor.encode(list(rows))
+        ends = {spec.name: signature.count(spec, encoded.batch) for spec in signature.outputs}
+        outputs = {name: value[: ends[name]] for name, value in reference.outputs.items()}
+        expected = expect(predictor, rows, SilentProgress(), outputs)
+        gate = Gate(min_agreement=max(0.0, self.built_agreement - _TEST_SLACK))
+        verdict = verify(predictor, self.variant.name, expected, gate, SilentProgress())
+        if not verdict.passed:
+            raise AccuracyError(
+                f"{self.name} does not reproduce its reference answers ({len(rows)} rows): {verdict.reason}"
+            )
+
+
+def _instances_and_threads(artifact: Artifact, bundle: Bundle, settings: Settings) -> tuple[int, int]:
+    """Return the number of sessions and of threads per session; on a GPU one thread, which waits for it."""
+    is_on_cpu = artifact.variant.device == CPU
+    cores = usable_cores() if is_on_cpu else 1
+    if settings.instances is not None:
+        return settings.instances, settings.threads or max(1, cores // settings.instances)
+    if settings.threads is not None and is_on_cpu:
+        return max(1, cores // settings.threads), settings.threads
+    instances = choose_instances(artifact, bundle.manifest.digest, _MEASURED_SHAPE)
+    return instances, settings.threads or max(1, cores // instances)
+
+
+def _limits(session: Session, threads: int, settings: Settings) -> Limits:
+    """Return the limits, with a token budget that fits the CPU caches or keeps a GPU busy unless one is set."""
+    limits = queue_limits(settings)
+    if isinstance(session, SupportsBuckets):
+        tokens = min(settings.max_batch_tokens or _TOKENS_PER_GPU, session.max_batch_tokens)
+        return replace(limits, tokens_per_batch=session.rounded(tokens), round_up=session.rounded)
+    tokens = _TOKENS_PER_THREAD * threads if session.spec.device == CPU else limits.tokens_per_batch
+    return replace(limits, tokens_per_batch=settings.max_batch_tokens or tokens)

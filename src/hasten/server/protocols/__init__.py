@@ -1,0 +1,1 @@
+"""API protocols of the server, one file each; each lists its `ROUTES`."""

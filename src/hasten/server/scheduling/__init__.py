@@ -1,0 +1,1 @@
+"""Queues, batching, admission control and worker threads."""

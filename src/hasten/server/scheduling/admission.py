@@ -1,0 +1,96 @@
+"""Admission control: reject requests by how many are open and by how long another would wait.
+
+Not thread-safe: the caller must hold the engine's lock.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from hasten.core.errors import OverloadedError
+from hasten.server.scheduling.queue import Limits
+
+# Averages follow the last seconds: load, texts and clock rates change.
+_DECAY = 0.9
+
+
+class Admission(ABC):
+    """Rejects requests beyond the limits."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        # What one request takes on an unloaded server; 0 before any was measured.
+        self._unloaded_s = 0.0
+
+    def check(self, open_requests: int) -> None:
+        """Raise an error if too many requests are open or another would wait too long."""
+        wait_s, limits = self.wait_s(open_requests), self._limits
+        is_slow = limits.slowdown is not None and 0 < (limits.slowdown - 1) * self._unloaded_s < wait_s
+        if open_requests >= limits.requests or wait_s > limits.wait_s or is_slow:
+            raise OverloadedError(f"{open_requests} requests are waiting", retry_after_s=max(0.1, wait_s))
+
+    @abstractmethod
+    def wait_s(self, open_requests: int) -> float:
+        """Estimate how long another request would wait; 0 before anything was measured."""
+
+
+class TokenAdmission(Admission):
+    """Estimates the wait from the tokens of open requests and the token throughput of recent batches."""
+
+    def __init__(self, limits: Limits, sessions: int) -> None:
+        super().__init__(limits)
+        self._sessions = sessions
+        # Of the open requests that are tokenized: their number and their tokens.
+        self._encoded = self._tokens = 0
+        self._tokens_per_request = 0.0
+        self._tokens_per_s = 0.0
+
+    def wait_s(self, open_requests: int) -> float:
+        """Estimate how long the open requests will take; running batches count as if they had just started."""
+        if not self._tokens_per_s:
+            return 0.0
+        tokens = self._tokens + (open_requests - self._encoded) * self._tokens_per_request
+        return tokens / (self._tokens_per_s * self._sessions)
+
+    def on_encoded(self, tokens: int) -> None:
+        """Count a request that was tokenized."""
+        self._encoded += 1
+        self._tokens += tokens
+        self._tokens_per_request = _average(self._tokens_per_request, tokens)
+
+    def on_answered(self, tokens: int) -> None:
+        """Remove a tokenized request from the count."""
+        self._encoded -= 1
+        self._tokens -= tokens
+
+    def on_batch(self, tokens: int, requests: int, seconds: float) -> None:
+        """Update the throughput, and the unloaded latency if the batch held a single request."""
+        self._tokens_per_s = _average(self._tokens_per_s, tokens / max(seconds, 1e-6))
+        if requests == 1:
+            self._unloaded_s = _average(self._unloaded_s, seconds)
+
+
+class SlotAdmission(Admission):
+    """Estimates the wait for a decoder slot from the duration of recent sequences.
+
+    `load` returns how many sequences are queued and how many hold a slot.
+    """
+
+    def __init__(self, limits: Limits, slots: int, load: Callable[[], tuple[int, int]]) -> None:
+        super().__init__(limits)
+        self._slots = slots
+        self._load = load
+
+    def wait_s(self, open_requests: int) -> float:
+        """Estimate how long another sequence would wait for a slot; 0 while one is free."""
+        queued, running = self._load()
+        return 0.0 if queued + running < self._slots else (queued + 1) / self._slots * self._unloaded_s
+
+    def on_sequence(self, seconds: float) -> None:
+        """Update the duration of a sequence, which varies: clients ask for a word or for pages."""
+        self._unloaded_s = _average(self._unloaded_s, seconds)
+
+
+def _average(average: float, value: float) -> float:
+    return _DECAY * average + (1 - _DECAY) * value if average else value

@@ -1,0 +1,145 @@
+"""The life cycle that both engines share: admit requests, answer each once, detect stalls, drain and close."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from hasten.backends import Decoder, Session
+from hasten.core.errors import DeadlineError, HastenError, StageError, UnavailableError
+from hasten.server.scheduling.admission import Admission
+from hasten.server.scheduling.core_scheduler import Share
+
+logger = logging.getLogger("hasten")
+
+Request = TypeVar("Request")
+Resource = TypeVar("Resource", Session, Decoder)
+
+# Time for idle threads to end.
+_CLOSE_S = 1.0
+
+
+class RetiredError(UnavailableError):
+    """The model was replaced, unloaded or stopped after it was looked up: look it up again."""
+
+
+@dataclass(slots=True, eq=False)
+class EngineWorker(Generic[Resource]):
+    """A thread and the session or decoder that it owns."""
+
+    resource: Resource
+    thread: threading.Thread = field(init=False)
+    # When the thread took the batch or step that it runs or waits to run; None while it is idle.
+    busy_since: float | None = field(init=False, default=None)
+
+
+class EngineLifecycle(ABC, Generic[Request]):
+    """The base class of engines, which fill in `_workers`. Public methods are thread-safe."""
+
+    _workers: Sequence[EngineWorker[Any]]
+
+    def __init__(self, admission: Admission, share: Share) -> None:
+        self._lock = threading.Lock()
+        self._change = threading.Condition(self._lock)
+        self._open: set[Request] = set()
+        self._is_closing = False
+        self._admission = admission
+        self._share = share
+
+    def submit(self, request: Request) -> None:
+        """Accept a request, or raise an error if the engine is closing or overloaded."""
+        with self._lock:
+            if self._is_closing:
+                raise RetiredError("model is being unloaded")
+            self._admission.check(len(self._open))
+            self._open.add(request)
+            self._enqueue(request)
+
+    @abstractmethod
+    def cancel(self, request: Request) -> None:
+        """Drop a request whose client disconnected; `on_done` is not called."""
+
+    @abstractmethod
+    def expire(self, now: float) -> None:
+        """Fail the queued requests whose deadline has passed, even while all workers are busy."""
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """Return the number of queued requests."""
+
+    def stalled_for_s(self, now: float) -> float:
+        """Return for how long the oldest unfinished batch or step has been running or waiting for cores."""
+        return max((now - since for worker in self._workers if (since := worker.busy_since) is not None), default=0.0)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Stop accepting requests and wait for the open ones; return whether all were answered in time."""
+        until = time.monotonic() + timeout_s
+        with self._lock:
+            self._stop_accepting()
+            while self._open and (left := until - time.monotonic()) > 0:
+                self._change.wait(left)
+            return not self._open
+
+    def close(self) -> None:
+        """Fail the requests that are left, end the threads, and close what the ended threads owned."""
+        with self._lock:
+            self._stop_accepting()
+        self._abort(UnavailableError("model was unloaded before the request was answered"))
+        until = time.monotonic() + _CLOSE_S
+        for thread in self._threads():
+            thread.join(max(0.0, until - time.monotonic()))
+        for worker in self._workers:
+            if not worker.thread.is_alive():
+                worker.resource.close()
+        if not any(worker.thread.is_alive() for worker in self._workers):
+            self._share.scheduler.retire(self._share)
+
+    @abstractmethod
+    def _enqueue(self, request: Request) -> None:
+        """Hand an accepted request to a thread. Caller must hold the lock."""
+
+    @abstractmethod
+    def _abort(self, error: HastenError) -> None:
+        """Fail the requests that no thread will finish."""
+
+    def _threads(self) -> Sequence[threading.Thread]:
+        return [worker.thread for worker in self._workers]
+
+    def _wake(self) -> None:
+        """Wake all threads that wait, to end if nothing is left to do. Caller must hold the lock."""
+        self._change.notify_all()
+
+    def _stop_accepting(self) -> None:
+        self._is_closing = True
+        self._wake()
+
+    def _release(self, request: Request) -> None:
+        """Count a request as answered. Caller must hold the lock."""
+        self._open.discard(request)
+        if self._is_closing and not self._open:
+            self._wake()
+
+    def _guarded(self, call: Callable[[], None], failure: str) -> None:
+        """Call back a client or an observer; an error must not end the engine's thread."""
+        try:
+            call()
+        except Exception:
+            logger.exception(failure)
+
+
+def model_failure(error: BaseException) -> HastenError:
+    """Return the error to report for a failed batch or step; details of unexpected errors stay in the log."""
+    return error if isinstance(error, HastenError) else StageError(f"the model failed: {type(error).__name__}")
+
+
+def deadline_exceeded(seconds: float, *, was_running: bool = False) -> DeadlineError:
+    """Return the error of a request that waited or ran for longer than it was allowed."""
+    return DeadlineError(
+        f"deadline exceeded after {seconds:.3f} s {'of processing' if was_running else 'in the queue'}"
+    )

@@ -1,0 +1,1 @@
+"""Metrics, logs, traces and GPU readings."""

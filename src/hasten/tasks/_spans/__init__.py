@@ -1,0 +1,1 @@
+"""Span extraction for question answering."""

@@ -1,0 +1,141 @@
+"""Every quantization method on a real architecture: precision, kernels and agreement with fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hasten.backends import BACKENDS, Artifact, Dialect, RunOptions, Source
+from hasten.core.errors import StageError
+from hasten.core.system.hardware import this_machine
+from hasten.core.tensors import Batch
+from hasten.core.variant import Precision, Variant
+from hasten.quantize.analysis.calibration import Calibration
+from hasten.quantize.apply import make_graph
+from hasten.quantize.methods.static import find_ranges
+from hasten.quantize.recipe import Calibrator, Method, Recipe
+
+# The norm of the error relative to that of the outputs, for a random model: see test_backends.py.
+ALLOWED = {Precision.INT8: 0.2, Precision.INT4: 0.6}
+# ONNX Runtime's int8 matmul operators, by method.
+KERNELS = {
+    Method.DYNAMIC: {"DynamicQuantizeMatMul", "MatMulIntegerToFloat"},
+    Method.STATIC: {"MatMulIntegerToFloat"},
+    Method.BLOCKS: {"MatMulNBits"},
+}
+RECIPES = {
+    "dynamic": Recipe(variant="onnxruntime-int8", method=Method.DYNAMIC, target="amx"),
+    "dynamic attention": Recipe(variant="onnxruntime-int8", method=Method.DYNAMIC, target="amx", attention=True),
+    "static": Recipe(variant="onnxruntime-int8", method=Method.STATIC, target="amx"),
+    "static attention": Recipe(variant="onnxruntime-int8", method=Method.STATIC, target="amx", attention=True),
+    "blocks 8": Recipe(variant="onnxruntime-int8", method=Method.BLOCKS, target="amx"),
+    "blocks 4": Recipe(variant="onnxruntime-int4", method=Method.BLOCKS, target="amx", bits=4, block_size=16),
+    "nncf": Recipe(variant="openvino-int8", method=Method.NNCF, target="amx"),
+}
+
+
+def rows(count: int, seed: int) -> Batch:
+    return rows_of(np.random.default_rng(seed).integers(3, 40, count), seed)
+
+
+def rows_of(lengths: np.ndarray, seed: int) -> Batch:
+    random = np.random.default_rng(seed)
+    values = {
+        "input_ids": random.integers(5, 150, lengths.sum()),
+        "token_type_ids": random.integers(0, 2, lengths.sum()),
+    }
+    return Batch({name: value.astype(np.int32) for name, value in values.items()}, lengths.astype(np.int32))
+
+
+@pytest.fixture(scope="module")
+def model(
+    tiny_classifier: Any, load_tiny: Any, make_graphs: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, dict[Dialect, Path], Calibration]:
+    loaded = load_tiny(tiny_classifier("bert"))
+    return loaded, make_graphs(loaded, tmp_path_factory.mktemp("graphs")), Calibration(rows(24, 1), loaded.signature)
+
+
+@pytest.fixture(scope="module")
+def make(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recipe, Dialect], Artifact]:
+    def build(recipe: Recipe, dialect: Dialect) -> Artifact:
+        loaded, graphs, calibration = model
+        variant, folder = Variant.parse(recipe.variant), tmp_path_factory.mktemp("variants")
+        backend = BACKENDS.get(variant.backend)
+        if not (support := backend.probe(this_machine(), variant)).ok:
+            pytest.skip(support.reason)
+        if recipe.method is Method.STATIC:
+            ranges = find_ranges(graphs[dialect], calibration, Calibrator.MINMAX, recipe)
+            recipe = replace(recipe, ranges=ranges, calibrator=Calibrator.MINMAX)
+        elif recipe.method is Method.NNCF:
+            pytest.importorskip("nncf")
+            recipe = replace(recipe, calibration=calibration.digest)
+        file = folder / ("model.xml" if recipe.method is Method.NNCF else "model.onnx")
+        make_graph(graphs[dialect], file, recipe, calibration, external_data=False)
+        (folder / "variant").mkdir()
+        return backend.make(Source(loaded.signature, {"model": file}), variant, folder / "variant")
+
+    return build
+
+
+@pytest.mark.parametrize("dialect", [Dialect.ORT, Dialect.ONNX])
+@pytest.mark.parametrize("name", RECIPES)
+def test_method_agrees_with_fp32_and_runs_in_its_precision(model: Any, make: Any, name: str, dialect: Dialect) -> None:
+    loaded, graphs, _ = model
+    recipe = RECIPES[name]
+    if recipe.method is Method.NNCF and dialect is Dialect.ORT:
+        pytest.skip("OpenVINO does not read ONNX Runtime's operators")
+    artifact = make(recipe, dialect)
+    backend = BACKENDS.get(artifact.variant.backend)
+    # Other rows than those of the calibration.
+    batch = rows(16, 2)
+    plain = Artifact(
+        Variant("graph", Precision.FP32), loaded.signature, graphs[Dialect.ONNX].parent, {"model": "model.onnx"}
+    )
+    with backend.open(artifact, RunOptions(1)) as session, BACKENDS.get("graph").open(plain, RunOptions(1)) as exact:
+        assert session.spec.precision == artifact.variant.precision
+        expected, actual = exact.run(batch)["logits"], session.run(batch)["logits"]
+    assert np.linalg.norm(actual - expected) <= ALLOWED[artifact.variant.precision] * np.linalg.norm(expected)
+    assert not np.array_equal(actual, expected)
+    executed = {(execution.operator, execution.on) for execution in backend.placements(artifact)}
+    if recipe.method is Method.NNCF:
+        assert ("FullyConnected", "CPU int8") in executed
+        assert ("FullyConnected", "CPU fp32") not in executed
+    else:
+        # The runtime replaced the QDQ operators of the file by its int8 kernels.
+        assert KERNELS[recipe.method] & {operator for operator, _ in executed}
+        if recipe.attention and dialect is Dialect.ORT:
+            assert ("QAttention", "CPUExecutionProvider") in executed
+
+
+@pytest.mark.parametrize(("name", "dialect"), [("static attention", Dialect.ORT), ("nncf", Dialect.ONNX)])
+def test_static_outputs_do_not_depend_on_the_batch(make: Any, name: str, dialect: Dialect) -> None:
+    """Unlike with dynamic quantization, a row is rounded alike whatever the other rows of the batch."""
+    artifact = make(RECIPES[name], dialect)
+    batch = rows_of(np.arange(1, 41), seed=4)
+    with BACKENDS.get(artifact.variant.backend).open(artifact, RunOptions(1)) as session:
+        together = session.run(batch)["logits"]
+        alone = np.concatenate([session.run(batch.take(np.array([row])))["logits"] for row in range(len(batch))])
+    assert (np.linalg.norm(together - alone, axis=1) <= 0.05 * np.linalg.norm(alone, axis=1)).all()
+
+
+def test_openvino_int8_rejects_a_float_graph(model: Any, tmp_path: Path) -> None:
+    loaded, graphs, _ = model
+    backend = BACKENDS.get("openvino")
+    if not (support := backend.probe(this_machine())).ok:
+        pytest.skip(support.reason)
+    with pytest.raises(StageError, match="not quantized"):
+        backend.make(
+            Source(loaded.signature, {"model": graphs[Dialect.ONNX]}), Variant("openvino", Precision.INT8), tmp_path
+        )
+
+
+def test_variants_that_need_a_recipe_are_not_offered() -> None:
+    """Variants that are offered automatically need neither data nor a recipe."""
+    offered = {variant.name for backend in BACKENDS.all() for variant in backend.variants(this_machine())}
+    assert not offered & {"onnxruntime-int4", "openvino-int8"}
+    assert BACKENDS.get("openvino").requires == ("openvino",)

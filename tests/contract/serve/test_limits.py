@@ -1,0 +1,154 @@
+"""Limits of `hasten serve`: sizes, times, connections, API keys, TLS."""
+
+from __future__ import annotations
+
+import http.client
+import importlib
+import shutil
+import socket
+import ssl
+import subprocess
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from hasten.bundle import Bundle
+from support.server_operations import (
+    BODY,
+    LEAN,
+    QUIET,
+    TEXT,
+    Running,
+    asked,
+    predict,
+)
+
+pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl, which creates the certificate, is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    pair = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-out", pair[0], "-keyout", pair[1]],
+        check=True,
+        capture_output=True,
+    )  # fmt: skip
+    return pair
+
+
+def test_tls_serves_http_and_grpc(classifier_bundle: Bundle, certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    grpc = pytest.importorskip("grpc")
+    health = importlib.import_module("grpc_health.v1.health_pb2")
+    stubs = importlib.import_module("grpc_health.v1.health_pb2_grpc")
+    cert, key = certificate
+    words = (str(classifier_bundle.path), *LEAN, "--tls-cert", str(cert), "--tls-key", str(key))
+    with Running(tmp_path, *words) as server:
+        port = server.ready().port
+        context = ssl.create_default_context(cafile=cert)
+        connection = server.connect(context, port)
+        assert asked(connection, "/predict", BODY)[0] == 200
+        connection.close()
+        trusted = grpc.ssl_channel_credentials(cert.read_bytes())
+        with grpc.secure_channel(f"localhost:{server.grpc_port}", trusted) as channel:
+            answer = stubs.HealthStub(channel).Check(health.HealthCheckRequest(), timeout=60)
+            assert answer.status == health.HealthCheckResponse.SERVING
+        with pytest.raises((OSError, http.client.HTTPException)):
+            server.ask("/v2/health/live", port=port)  # without TLS
+        with pytest.raises(ssl.SSLCertVerificationError):
+            asked(server.connect(ssl.create_default_context(), port), "/v2/health/live")
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tls-cert", "no.pem"], "a certificate and its key"),
+        (["--tls-cert", "no.pem", "--tls-key", "no.pem"], "cannot load "),
+        (["--tls-cert", "no.pem", "--tls-key", "nowhere.pem"], "--tls-key: there is no file"),
+    ],
+)
+def test_invalid_tls_files_are_rejected(
+    classifier_bundle: Bundle, tmp_path: Path, words: list[str], message: str
+) -> None:
+    (tmp_path / "no.pem").write_text("no certificate")
+    arguments = [word if word.startswith("-") else str(tmp_path / word) for word in words]
+    with Running(tmp_path, str(classifier_bundle.path), *QUIET, *arguments) as server:
+        assert server.end() == 2
+        assert message in server.lines[-1]["message"]
+
+
+def test_api_keys_are_compared_with_their_scheme(tmp_path: Path) -> None:
+    from hasten.core.errors import PlanError, UnauthorizedError
+    from hasten.server.auth import ApiKeys
+
+    file = tmp_path / "keys"
+    file.write_text("# ours\nfirst\n\n")
+    keys = ApiKeys.read(file, {"HASTEN_API_KEYS": "second, third"})
+    for header in ("Bearer first", "bearer second", "BEARER  third "):
+        keys.check(header)
+    for header in ("", "first", "Bearer", "Bearer ", "Bearer firs", "Bearer first2", "Basic first", "Bearer # ours"):
+        with pytest.raises(UnauthorizedError):
+            keys.check(header)
+    ApiKeys.read(None, {}).check("")  # no key is required
+    for content, message in (("# none\n", "contains no key"), ("schlüssel\n", "ASCII")):
+        file.write_text(content, encoding="utf-8")
+        with pytest.raises(PlanError, match=message):
+            ApiKeys.read(file, {})
+
+
+def test_silent_tls_client_is_disconnected(
+    classifier_bundle: Bundle, certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    words = ("--tls-cert", str(certificate[0]), "--tls-key", str(certificate[1]), "--read-timeout", "0.3s")
+    with Running(tmp_path, str(classifier_bundle.path), *QUIET, *words) as server:
+        with socket.create_connection(("127.0.0.1", server.ready().port), timeout=60) as silent:
+            assert silent.recv(1) == b""
+        assert server.stop() == 0
+
+
+def test_limits_are_enforced(classifier_bundle: Bundle, tmp_path: Path) -> None:
+    limits = (
+        "--max-body",
+        "2KB",
+        "--max-client-batch-size",
+        "3",
+        "--max-request-tokens",
+        "20",
+        "--max-connections",
+        "4",
+    )
+    times = ("--read-timeout", "0.3s", "--idle-timeout", "1s")
+    with Running(tmp_path, str(classifier_bundle.path), *QUIET, *limits, *times) as server:
+        port = server.ready().port
+        for inputs, words in (
+            ("a" * 5000, "larger than 2048 bytes"),
+            ([TEXT] * 4, "4 items are more than 3"),
+            (["so " * 15] * 2, "tokens are more than 20"),
+        ):
+            # Closed, so that it does not count as one of the four below.
+            status, answer = server.ask("/predict", {"inputs": inputs}, port=port, Connection="close")
+            assert (status, words in answer) == (413, True), answer
+        with ExitStack() as opened:
+            connect = partial(socket.create_connection, ("127.0.0.1", port), timeout=60)
+            idle = [opened.enter_context(connect()) for _ in range(4)]
+            fifth = opened.enter_context(connect())
+            assert fifth.recv(2**16).startswith(b"HTTP/1.1 503")
+            for client in idle:
+                assert client.recv(1) == b""  # closed, a second later
+            slow = opened.enter_context(connect())
+            slow.sendall(b"POST /predict HTTP/1.1\r\n")
+            assert slow.recv(2**16).startswith(b"HTTP/1.1 408")  # a third of a second later
+        assert predict(server, port=port) == 200
+
+
+def test_request_past_its_deadline_gets_504(classifier_bundle: Bundle, tmp_path: Path) -> None:
+    with Running(tmp_path, str(classifier_bundle.path), *QUIET, "--timeout", "0.000001s") as server:
+        status, answer = server.ready().ask("/predict", BODY)
+        assert (status, "deadline exceeded" in answer) == (504, True), answer

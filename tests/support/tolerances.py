@@ -1,0 +1,36 @@
+"""Random inputs for kernels, and the tolerances of their results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from support.models.fused_encoders import DEVICE
+
+# Relative error that rounding explains, by precision. Triton's interpreter multiplies bf16 matrices as integers.
+TOLERANCE = {torch.float16: 2e-3} | ({torch.float32: 2e-6} if DEVICE == "cpu" else {torch.bfloat16: 1.6e-2})
+TOKENS = [1, 17, 129]
+MIXED = [[1], [17], [40, 1, 3, 70]]
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
+    """Return normally distributed values."""
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def check(actual: Any, expected: Any, dtype: torch.dtype) -> None:
+    """Assert that the relative error is within the tolerance of the precision."""
+    error = ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
+    assert error <= TOLERANCE[dtype]  # false for NaN
+
+
+def starts_of(lengths: list[int]) -> Any:
+    """Return the first token of each sequence, and the end."""
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
+
+
+def sequence_of(lengths: list[int]) -> Any:
+    """Return the sequence of each token."""
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int().to(DEVICE)
