@@ -225,6 +225,8 @@ def test_killed_replica_is_replaced_under_load(fleet: Fleet) -> None:
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: len(fleet.replicas() - {victim}) == 2, "another replica in its place", TIMEOUT_S)
         wait_for_more_answers(clients)
+    # Its process exists before it has loaded its bundle.
+    run(fleet, "-c", RUNNING, fleet.address, "2")
     assert not clients.failed
     assert set(clients.answers) <= set(LABELS)
     assert (before - {victim}) < fleet.replicas()

@@ -148,14 +148,23 @@ class Bundle:
 
 
 def open_bundle(path: Path | str) -> Bundle:
-    """Open a bundle and validate its manifest."""
-    directory = Path(path).expanduser()
+    """Open a bundle and validate its manifest.
+
+    Links are followed here, once: a deployment that moves a link to another version meanwhile must not mix the two.
+    """
+    directory = _follow_links(Path(path).expanduser())
     bundle = Bundle(directory, read_manifest(directory))
     for entry in bundle.manifest.variants:
         # A backend of a package that is not installed here is checked when its variant is used.
         with suppress(PlanError, UnsupportedError):
             _check_backend(directory, entry)
     return bundle
+
+
+def _follow_links(path: Path) -> Path:
+    """Return the real path; a path without links stays as the caller wrote it, for messages."""
+    real = path.resolve()
+    return path if real == path.absolute() else real
 
 
 def _check_backend(directory: Path, entry: VariantEntry) -> None:

@@ -231,3 +231,13 @@ def test_link_cycle_is_rejected(bundle: Bundle) -> None:
 def test_bundle_may_be_opened_through_a_link(bundle: Bundle, tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(bundle.path)
     open_bundle(tmp_path / "latest").check()
+
+
+def test_link_that_moves_meanwhile_does_not_change_an_open_bundle(bundle: Bundle, tmp_path: Path) -> None:
+    link = tmp_path / "latest"
+    link.symlink_to(bundle.path)
+    opened = open_bundle(link)
+    link.unlink()
+    link.symlink_to(tmp_path / "another")
+    opened.check()
+    assert opened.report == bundle.report
