@@ -189,7 +189,7 @@ class ArchitectureTrial:
             for variant, session in built.sessions.items()
         }
         fused = sum(built.fusion.operators_after.get(kind, 0) for kind in ("Attention", "MultiHeadAttention"))
-        reasons = {left.reason for left in built.fusion.left if left.pattern == "attention"}
+        reasons = {left.reason for left in built.fusion.unfused if left.pattern == "attention"}
         layers = int(getattr(loaded.config, "num_hidden_layers", 0))
         unfused = "; ".join(sorted(reasons)) or "it has no softmax"
         return Entry(name, results, fused, layers, unfused if fused < layers else "")

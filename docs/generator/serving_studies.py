@@ -119,7 +119,7 @@ def endurance() -> Study:
                 f"{ready['ready_s']:.1f} s",
                 f"{ready['memory_bytes'] / 1e6:.0f} MB",
                 f"{overload['slowdown']:.1f}×",
-                f"{overload['refused_p99_ms']:.0f} ms",
+                f"{overload['failed_p99_ms']:.0f} ms",
                 f"{million['errors']} of {million['requests']:,}",
                 f"{million['growth']:.1%}",
             ]

@@ -14,6 +14,7 @@ CPU_PEERS = {
     "plain_onnxruntime-fp32": "ONNX Runtime",
     "plain_openvino-fp32": "OpenVINO",
 }
+BASELINE = "torch-fp32"
 GPU_CONTENDERS = {
     "torch-fp16@cuda": "PyTorch",
     "inductor-fp16@cuda": "torch.compile",
@@ -57,15 +58,22 @@ def measured_with_row(row: dict[str, Any]) -> Callable[[str], bool]:
     return lambda name: name not in earlier or earlier[name][:10] == day(row)
 
 
+def paired_p50_ms(speed: dict[str, Any]) -> dict[str, float]:
+    """Return the latency of each contender from its ratio to the baseline within rounds, as `hasten build` does."""
+    names = [*CPU_PEERS, speed["chosen"]]
+    return {name: speed["p50_ms"][BASELINE] / speed["speedup"][name]["value"] for name in names}
+
+
 def cpu() -> Study:
     """Return the study of CPU latency against PyTorch and stock runtimes."""
     results = load("cpu")
     rows = []
     for speed in results["speed"]:
-        names = [*CPU_PEERS, speed["chosen"]]
-        p50_ms = [speed["p50_ms"][name] for name in names]
-        cells = [f"{duration(each)} ({p50_ms[0] / each:.1f}×)" for each in p50_ms]
-        rows.append([speed["shape"], duration(p50_ms[0]), *cells[1:-1], f"**{cells[-1]}**", str(speed["rounds"])])
+        cells = []
+        for name, p50_ms in paired_p50_ms(speed).items():
+            cells.append(f"{duration(p50_ms)}, {interval(speed['speedup'][name], '×')}")
+        baseline = duration(speed["p50_ms"][BASELINE])
+        rows.append([speed["shape"], baseline, *cells[1:-1], f"**{cells[-1]}**", str(speed["rounds"])])
     build = results["build"]
     stages = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in build["stages"].items())
     return Study(
@@ -77,12 +85,12 @@ def cpu() -> Study:
             f"`hasten build` chose `{build['chosen']}`. It took {build['seconds']:.0f} s ({stages}).",
         ],
         method=(
-            "Cells are median latencies (p50) from token ids to embeddings. The speed-up in brackets is the ratio of "
-            "the two medians in the row.",
-            "Every contender runs in its own process; contenders alternate in rounds. The result file has the ratio "
-            "within each round and its confidence interval.",
-            "ONNX Runtime and OpenVINO are the stock runtimes in fp32 with default settings on a plain export.",
-            "hasten's variant passed the accuracy gate before it was timed; the baselines are fp32.",
+            "Latency from token ids to embeddings. Every contender runs in its own process; contenders alternate in "
+            "rounds. The speed-up over PyTorch is the median of the ratios within each round, with its 95 % interval; "
+            "the latency beside it is PyTorch's median divided by this ratio.",
+            "ONNX Runtime and OpenVINO are the stock runtimes with default settings on a plain export in fp32. By "
+            "default OpenVINO computes in bf16 on CPUs that support it, ONNX Runtime and PyTorch in fp32.",
+            "hasten's variant passed the accuracy gate before it was timed.",
         ),
         machines=(machine_line(results),),
         command="make bench",

@@ -208,12 +208,12 @@ def test_fully_masked_rows_are_zero() -> None:
 def test_ids_out_of_range_are_rejected() -> None:
     model = accelerated(model_of("Roberta", "Model"))
     inputs = inputs_of(3)
-    with pytest.raises(InputError, match="the token 50 is out of range: the model has 50"):
+    with pytest.raises(InputError, match="the token 50 is out of range: the maximum is 49"):
         run(model, input_ids=inputs["input_ids"] * 0 + 50)
-    with pytest.raises(InputError, match="the token type 2 is out of range: the model has 2"):
+    with pytest.raises(InputError, match="the token type 2 is out of range: the maximum is 1"):
         run(model, **inputs, token_type_ids=inputs["input_ids"] * 0 + 2)
     # The first two positions are reserved for padding.
-    with pytest.raises(InputError, match=f"the position {POSITIONS} is out of range: the model has {POSITIONS}"):
+    with pytest.raises(InputError, match=f"the position {POSITIONS} is out of range: the maximum is {POSITIONS - 1}"):
         run(model, **inputs_of(POSITIONS - 1))
 
 

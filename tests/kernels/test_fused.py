@@ -86,7 +86,7 @@ def test_ids_out_of_range_are_rejected(tmp_path: Path) -> None:
     for token in (50, -1):
         batch = batch_of(4)
         batch.values["input_ids"][2] = token
-        with pytest.raises(InputError, match=f"the token {token} is out of range: the model has 50"):
+        with pytest.raises(InputError, match=f"the token {token} is out of range: the maximum is 49"):
             fused.run(batch)
 
 

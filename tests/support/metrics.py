@@ -12,5 +12,5 @@ from hasten.tasks import AnyTask, Encoded, TaskSpec
 def scored(task: AnyTask, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> Metric:
     """Return the metric; assert that its names are those the task announces for such labels."""
     metric = task.metric(task.item_scores(outputs, encoded, gold, spec), spec)
-    assert {metric.name, *metric.also} <= {*task.metrics(gold, spec)}
+    assert {metric.name, *metric.other_metrics} <= {*task.metrics(gold, spec)}
     return metric

@@ -27,9 +27,13 @@ def folder(name: str) -> Path:
     override = os.environ.get(f"HASTEN_{name.upper()}_ENV")
     if override:
         return Path(override)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hasten-tests"
     version = f"{sys.version_info.major}.{sys.version_info.minor}-{zlib.crc32(CONSTRAINTS.read_bytes()):08x}"
-    return cache / f"{name}-{version}"
+    return user_cache() / f"{name}-{version}"
+
+
+def user_cache() -> Path:
+    """Return the directory that tests of all clones share."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hasten-tests"
 
 
 def python(environment: Path, *installs: str, has_ours: bool = False) -> Path:

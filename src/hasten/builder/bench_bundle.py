@@ -27,11 +27,11 @@ logger = logging.getLogger("hasten")
 class BundleBench:
     """The timings of a bundle, and the variants that were not timed."""
 
-    # Of decode, for a generative model.
+    # For a generative model: decode.
     bench: Bench
     rejected: tuple[Candidate, ...]
     machine: Machine
-    # Of a generative model.
+    # Only for generative models.
     prefill: Bench | None = None
 
 

@@ -49,9 +49,9 @@ class CacheView:
     """The size of the KV cache of a sequence."""
 
     bytes_per_token: int
-    # Of the cross-attention, for each token that the encoder reads.
+    # The cross-attention, for each input token of the encoder.
     bytes_per_prompt_token: int
-    # Of a sequence that fills the context, without cross-attention.
+    # A sequence that fills the context, without cross-attention.
     full_bytes: int
 
 
@@ -68,7 +68,7 @@ class Inspection:
     files: dict[str, int]
     passes: tuple[Pass, ...]
     graphs: tuple[GraphView, ...]
-    # Of a generative model.
+    # Only for generative models.
     generation: GenerationSpec | None = None
     cache: CacheView | None = None
 

@@ -8,12 +8,17 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("bundle", type=Path)
+    parser.add_argument("bundle", type=Path, help="directory of the bundle")
     parser.add_argument(
-        "-b", "--batch-size", type=int, nargs="+", metavar="N", help="texts or prompts per batch (default: as built)"
+        "-b", "--batch-size", type=int, nargs="+", metavar="N", help="batch size: N, or MIN OPT MAX (default: as built)"
     )
     parser.add_argument(
-        "-s", "--seq-len", type=int, nargs="+", metavar="N", help="tokens per text or prompt (default: as built)"
+        "-s",
+        "--seq-len",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="tokens per text or prompt: N, or MIN OPT MAX (default: as built)",
     )
     parser.add_argument("--bench-budget", default="60s", metavar="TIME", help="time for the benchmark (default: 60s)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")

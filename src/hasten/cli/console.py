@@ -156,8 +156,8 @@ def _print_caveats(report: Report) -> None:
 
 def print_busy(bench: Bench) -> None:
     """Print a warning if other processes disturbed the benchmark."""
-    if bench.others_share is not None and bench.others_share > BUSY_SHARE:
-        share = f"{bench.others_share:.0%}"
+    if bench.other_cpu_share is not None and bench.other_cpu_share > BUSY_SHARE:
+        share = f"{bench.other_cpu_share:.0%}"
         out.print(f"[yellow]other processes used {share} of the CPUs during the benchmark: run it again[/]")
 
 
@@ -241,13 +241,13 @@ def print_metrics(candidates: Sequence[Candidate]) -> None:
     verdicts = [candidate.verdict for candidate in candidates if candidate.verdict and candidate.variant != GRAPH]
     scored = [(verdict.variant, verdict.metric) for verdict in verdicts if verdict.metric is not None]
     reference = next((verdict.reference_metric for verdict in verdicts if verdict.reference_metric), None)
-    if reference is None or not reference.also:
+    if reference is None or not reference.other_metrics:
         return
-    others = (Column(name, rank=rank) for rank, name in enumerate(reference.also, 1))
+    others = (Column(name, rank=rank) for rank, name in enumerate(reference.other_metrics, 1))
     columns = (_VARIANT, Column(reference.name), *others)
     lines = []
     for variant, metric in [("reference", reference), *scored]:
-        values = (metric.value, *(metric.also[name] for name in reference.also))
+        values = (metric.value, *(metric.other_metrics[name] for name in reference.other_metrics))
         lines.append(TableRow((variant, *(f"{value:.4f}" for value in values))))
     _print(f"metrics on {reference.rows} rows", columns, lines)
 

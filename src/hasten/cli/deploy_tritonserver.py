@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="",
         metavar="WHERE",
         help="verify the repository on a real tritonserver: a binary, an address or a virtual environment"
-        " (default: the one of PyPI, which is installed first)",
+        " (default: install tritonserver from PyPI and use it)",
     )
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the bundle and the output directory of a deployment."""
-    parser.add_argument("bundle", type=Path)
+    parser.add_argument("bundle", type=Path, help="directory of the bundle")
     parser.add_argument("--output", "-o", type=Path, metavar="DIR", required=True, help="directory to write to")
     parser.add_argument("--force", action="store_true", help="replace a deployment in the output directory")
 

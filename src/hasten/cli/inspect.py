@@ -21,7 +21,7 @@ _MAX_NODES = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("bundle", type=Path)
+    parser.add_argument("bundle", type=Path, help="directory of the bundle")
     parser.add_argument("--variant", metavar="NAME", help="show this variant, loaded to see what its runtime executes")
     parser.add_argument(
         "--netron", action="store_true", help="open the graph, or that of --variant, in the Netron viewer"
@@ -113,8 +113,8 @@ def _print_passes(passes: Iterable[Pass]) -> None:
         results = ", ".join(step.variants) or "the bundle's graph"
         lines = [_changes(step) if before else _counts(step.operators_after), f"[dim]for {results}[/]"]
         lines += [f"[dim]{escape(note)}[/]" for note in step.notes]
-        for pattern, reason in dict.fromkeys((part.pattern, part.reason) for part in step.left):
-            nodes = [part.node for part in step.left if (part.pattern, part.reason) == (pattern, reason)]
+        for pattern, reason in dict.fromkeys((part.pattern, part.reason) for part in step.unfused):
+            nodes = [part.node for part in step.unfused if (part.pattern, part.reason) == (pattern, reason)]
             lines.append(f"[yellow]{pattern} not fused, reason: {reason}[/]: {escape(_first(nodes, _MAX_NODES))}")
         table.add_row(step.name, f"{before} → {after}", "\n".join(lines))
     if table.row_count:

@@ -18,8 +18,8 @@ _CHUNK = 512
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("text", nargs="*", help="texts to answer")
+    parser.add_argument("bundle", type=Path, help="directory of the bundle")
+    parser.add_argument("text", nargs="*", help="input texts")
     parser.add_argument(
         "--field",
         action="append",
@@ -29,12 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " lists are JSON",
     )
     parser.add_argument(
-        "--input", metavar="FILE", help="rows to answer: jsonl ('-' for stdin), json, csv, tsv, parquet, …"
+        "--input", metavar="FILE", help="file of input rows: jsonl ('-' for stdin), json, csv, tsv, parquet, …"
     )
     parser.add_argument("--columns", metavar="NAME=COLUMN,…", help="column names of the file: text=sentence")
     parser.add_argument("--variant", metavar="NAME", help="variant to run (default: the fastest that runs here)")
     parser.add_argument(
-        "--strict", action="store_true", help="verify on this machine first that the variant answers like the original"
+        "--strict", action="store_true", help="verify the variant against the reference on this machine first"
     )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
     parser.add_argument(

@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rate", type=float, default=50.0, metavar="N", help="requests per second (default: 50)")
     parser.add_argument("--duration", default="10s", metavar="TIME", help="duration of a run (default: 10s)")
-    parser.add_argument("--data", metavar="FILE", help="rows to send, as for build --data (default: a built-in sample)")
+    parser.add_argument(
+        "--data", metavar="FILE", help="file of rows to send: jsonl, csv, parquet, … (default: a built-in sample)"
+    )
     parser.add_argument(
         "--columns", metavar="NAME=COLUMN,…", help="columns of the file to use as fields: text=sentence"
     )

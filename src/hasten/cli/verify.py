@@ -8,7 +8,7 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("bundle", type=Path)
+    parser.add_argument("bundle", type=Path, help="directory of the bundle")
     parser.add_argument(
         "--data",
         metavar="FILE",
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         console.print_verdicts(candidates, family.judge.judged_rows(bundle, rows))
     if not all(candidate.verdict.passed for candidate in candidates if candidate.verdict):
-        raise AccuracyError(f"{args.bundle} does not answer like the original here")
+        raise AccuracyError(f"{args.bundle} does not reproduce the reference answers here")
     if not any(candidate.verdict for candidate in candidates if candidate.variant != GRAPH):
         detail = ", so only its graph was verified" if bundle.manifest.graphs else ""
         raise UnsupportedError(f"none of the variants in {args.bundle} runs here{detail}")

@@ -21,7 +21,7 @@ class SelfTest:
 
     requested: str
     executed: tuple[OperatorPlacement, ...] = ()
-    # False if something is wrong; a provider without a device on this machine is not.
+    # False after a failure; True if this machine lacks the device.
     is_ok: bool = True
     note: str = ""
 

@@ -157,10 +157,16 @@ class Gate:
     """The accuracy a variant must keep; bounds that are None default to the task's own."""
 
     min_agreement: Annotated[
-        float | None, Option(parse_number, "SHARE", "smallest share of equal labels, or mean cosine", _ACCURACY)
+        float | None,
+        Option(
+            parse_number,
+            "SHARE",
+            "minimum agreement with the reference: share of equal labels, or mean cosine",
+            _ACCURACY,
+        ),
     ] = None
     max_drop: Annotated[
-        float | None, Option(parse_number, "POINTS", "largest loss of the metric in points; needs labels", _ACCURACY)
+        float | None, Option(parse_number, "POINTS", "maximum drop of the metric, in points; needs labels", _ACCURACY)
     ] = None
     metric: Annotated[
         str | None, Option(str, "NAME", "metric that --max-drop bounds: macro-f1, … (default: the task's)", _ACCURACY)

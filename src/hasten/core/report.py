@@ -32,17 +32,17 @@ class Metric:
     value: float
     rows: int
     # Other common metrics of the task; the gate uses `value` alone.
-    also: dict[str, float] = field(default_factory=dict)
+    other_metrics: dict[str, float] = field(default_factory=dict)
 
     def named(self, name: str) -> Metric:
         """Return the metric with another of its values as the main one, by a name such as 'macro F1' or 'macro-f1'."""
-        values = {self.name: self.value, **self.also}
+        values = {self.name: self.value, **self.other_metrics}
         full_name = find_metric(name, list(values))
-        return replace(self, name=full_name, value=values.pop(full_name), also=values)
+        return replace(self, name=full_name, value=values.pop(full_name), other_metrics=values)
 
     def of(self, name: str) -> float:
         """Return the value of this name."""
-        return self.value if name == self.name else self.also[name]
+        return self.value if name == self.name else self.other_metrics[name]
 
 
 def find_metric(name: str, known: Sequence[str]) -> str:
@@ -182,7 +182,7 @@ class Bench:
     timings: tuple[Timing, ...]
     footprints: tuple[Footprint, ...]
     # The share of the CPUs that other processes used meanwhile; None if it is unknown.
-    others_share: float | None = None
+    other_cpu_share: float | None = None
 
     def at(self, shape: Shape) -> dict[str, Timing]:
         """Return the timings at a shape by variant."""
@@ -239,7 +239,7 @@ class Pass:
     # The variants that were built from its output.
     variants: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    left: tuple[Unfused, ...] = ()
+    unfused: tuple[Unfused, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ ORIGINAL_GRAPH = "model-original.onnx"
 GRAPH = "model.onnx"
 PLAN = "model.plan"
 # The source of the reference answers and the name of its engine, by backend: the model, or the graph that it came as.
-_BASELINES = {"torch": ("Pytorch", "Pytorch (FP32)"), "graph": ("the given graph's", "ONNX Runtime (as given)")}
+_BASELINES = {"torch": ("Pytorch", "Pytorch (FP32)"), "graph": ("the input graph's", "ONNX Runtime (input graph)")}
 _EMBEDDING = "sentence-similarity"
 # The prefixes of the files of a model's tokenizer.
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "spiece", "sentencepiece")

@@ -51,7 +51,7 @@ def check_tokens(ids: Iterable[int], spec: GenerationSpec) -> None:
     """Raise InputError for a token outside the vocabulary."""
     for token in ids:
         if not 0 <= token < spec.vocab_size:
-            raise InputError(f"there is no token {token}: the model knows {spec.vocab_size}")
+            raise InputError(f"token id {token} is out of range: the vocabulary size is {spec.vocab_size}")
 
 
 def _encode(text: str, spec: GenerationSpec, tokenizer: Tokenizer) -> list[int]:

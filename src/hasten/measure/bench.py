@@ -116,7 +116,7 @@ def _merge(heats: Sequence[Bench], shapes: Sequence[Shape]) -> Bench:
             if (name, shape) in timings
         ),
         tuple(footprints[name] for name in names),
-        max((heat.others_share for heat in heats if heat.others_share is not None), default=None),
+        max((heat.other_cpu_share for heat in heats if heat.other_cpu_share is not None), default=None),
     )
 
 

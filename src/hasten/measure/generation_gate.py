@@ -151,7 +151,7 @@ def likelihood(rows: Iterable[FloatArray]) -> Metric | None:
 
 def perplexity(metric: Metric) -> str:
     """Format the perplexity of a likelihood."""
-    return f"{PERPLEXITY} {metric.also[PERPLEXITY]:.3f}"
+    return f"{PERPLEXITY} {metric.other_metrics[PERPLEXITY]:.3f}"
 
 
 def check_gate(gate: Gate, task: str) -> None:

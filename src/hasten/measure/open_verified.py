@@ -39,9 +39,9 @@ def open_verified(bundle: Bundle, variant: str | None, options: RunOptions) -> P
             opened.close()
             raise
         if verdict.passed:
-            logger.info("%s answers like the original here: %s", artifact.variant, verdict.reason)
+            logger.info("%s reproduces the reference answers here: %s", artifact.variant, verdict.reason)
             for skipped in rejected:
-                failure = "answer like the original" if skipped.status is Status.INACCURATE else "run"
+                failure = "reproduce the reference answers" if skipped.status is Status.INACCURATE else "run"
                 message = "skipping %s, which does not %s here: %s; using %s instead"
                 logger.warning(message, skipped.variant, failure, skipped.reason, artifact.variant)
             return opened
@@ -49,9 +49,9 @@ def open_verified(bundle: Bundle, variant: str | None, options: RunOptions) -> P
         rejected.append(Candidate(artifact.variant.name, Status.INACCURATE, verdict.reason, verdict))
     if all(candidate.status is Status.UNAVAILABLE for candidate in rejected):
         raise UnsupportedError(f"no variant of {bundle.path} runs here: {rejected[-1].reason}")
-    subject = f"{variant} does not answer" if variant else "no variant answers"
+    subject = f"{variant} does not reproduce" if variant else "no variant reproduces"
     raise AccuracyError(
-        f"{subject} like the original here ({bundle.path}): {rejected[-1].reason}",
+        f"{subject} the reference answers here ({bundle.path}): {rejected[-1].reason}",
         hint=f"hasten verify {bundle.path} shows all of them",
         candidates=rejected,
     )

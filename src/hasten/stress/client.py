@@ -15,7 +15,7 @@ import msgspec
 
 from hasten.core.errors import PlanError, UnavailableError, missing_package
 
-# Statuses of requests without an answer: the connection was refused or broke, or the time was over.
+# Statuses of requests without an answer: the connection was refused or broke, or it timed out.
 BROKEN, SILENT = 0, -1
 _MAX_REASON_CHARS = 200
 

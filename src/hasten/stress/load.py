@@ -55,7 +55,7 @@ class LoadResult:
     max_ms: float
     mean_ms: float
     # Latency of rejections and other errors.
-    refused_p99_ms: float | None
+    failed_p99_ms: float | None
     connections: int
     # The share of requests that this process sent late.
     late: float
@@ -168,7 +168,7 @@ def _result(
         percentiles_ms={f"p{level:g}": float(value) for level, value in zip(_PERCENTILES, levels, strict=True)},
         max_ms=float(ok_or_nan.max()),
         mean_ms=float(ok_or_nan.mean()),
-        refused_p99_ms=float(np.percentile(failed, 99)) if len(failed) else None,
+        failed_p99_ms=float(np.percentile(failed, 99)) if len(failed) else None,
         connections=connections,
         late=late,
         histogram=_histogram(ok),

@@ -60,7 +60,7 @@ def unpadded(inputs: Mapping[str, Tensor], signature: Signature, vocab_size: int
         values[name] = column.reshape(-1) if is_real is None else column[is_real]
     if vocab_size is not None and ((low := values[IDS].min()) < 0 or values[IDS].max() >= vocab_size):
         token = low if low < 0 else values[IDS].max()
-        raise InputError(f"there is no token {token}: the vocabulary has {vocab_size}")
+        raise InputError(f"token id {token} is out of range: the vocabulary size is {vocab_size}")
     types = _array(inputs[TYPES]) if TYPES in inputs and TYPES not in values else np.zeros_like(ids)
     if (types if is_real is None else types[is_real]).any():
         raise InputError(f"{TYPES} must be zero: the model was built for a task with single texts")

@@ -122,7 +122,7 @@ def test_all_file_formats_give_the_same_verdict(
     assert 0.5 < metric["value"] < 1
     for average in ("macro", "micro"):
         expected = sklearn.metrics.f1_score(labels, answers, average=average)
-        assert metric["also"][f"{average} F1"] == pytest.approx(expected)
+        assert metric["other_metrics"][f"{average} F1"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,7 +161,7 @@ def test_tables_show_every_metric(bundle: Path, files: Files, capsys: pytest.Cap
     assert main(words) == 0
     table = capsys.readouterr().out.split("metrics on ")[1].splitlines()
     assert table[1].split() == ["variant", "accuracy", "macro", "F1", "micro", "F1"]
-    shown = f"{metric['value']:.4f} {metric['also']['macro F1']:.4f} {metric['also']['micro F1']:.4f}"
+    shown = f"{metric['value']:.4f} {metric['other_metrics']['macro F1']:.4f} {metric['other_metrics']['micro F1']:.4f}"
     assert " ".join(table[2].split()) == f"reference {shown}"
     assert " ".join(table[3].split()) == f"{ORT_FP32} {shown}"
 
@@ -187,7 +187,7 @@ def test_gate_uses_and_stores_the_requested_metric(
     rows = {row.variant: row.verdict for row in built.report.candidates}
     assert rows["onnxruntime-int8"].metric.name == "macro F1"
     assert rows["onnxruntime-int8"].reason.startswith("macro F1 drop")
-    assert set(rows["onnxruntime-int8"].metric.also) == {"accuracy", "micro F1"}
+    assert set(rows["onnxruntime-int8"].metric.other_metrics) == {"accuracy", "micro F1"}
     assert open_bundle(built.path).manifest.gate.metric == "macro-f1"
 
 
@@ -276,7 +276,7 @@ def test_tags_are_read_from_tables_and_datasets(
         assert main(command) == 0
         result.append(verdict(capsys.readouterr().out)["metric"])
     assert result[0]["name"] == "entity F1"
-    assert set(result[0]["also"]) == {"precision", "recall"}
+    assert set(result[0]["other_metrics"]) == {"precision", "recall"}
     assert result[0]["rows"] == len(corpus)
     assert 0.4 < result[0]["value"] < 1
     assert result[0] == result[1] == result[2]

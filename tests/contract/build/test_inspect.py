@@ -59,7 +59,7 @@ def test_recorded_passes_match_the_graphs(bundle: Bundle) -> None:
     assert fuse.variants == prune_fused.variants == split_norms.variants == (ORT_FP32, ORT_INT8)
     assert quantize.variants == (ORT_INT8,)
     assert fuse.notes[0] == "attention fused in 2 of 2 layers"
-    assert fuse.left == ()
+    assert fuse.unfused == ()
     assert plain["Softmax"] == 2
     # The attention of the pruned layer has fewer queries than keys, which needs another operator.
     assert (fused["Softmax"], fused["Attention"], fused["MultiHeadAttention"]) == (0, 1, 1)
@@ -83,7 +83,7 @@ def test_unfused_attention_is_reported_with_its_reason(
     tokenizer.save_pretrained(tmp_path / "mpnet")
     bundle = quick_build(tmp_path / "mpnet", variants=[ORT_FP32])
     nodes = onnx.load(bundle.artifact(bundle.entry(ORT_FP32)).path()).graph.node
-    left = next(step.left for step in bundle.report.passes if step.name == "fuse")
+    left = next(step.unfused for step in bundle.report.passes if step.name == "fuse")
     assert [part.node for part in left] == [node.name for node in nodes if node.op_type == "Softmax"]
     assert len(left) == 5
     assert {(part.pattern, part.reason) for part in left} == {

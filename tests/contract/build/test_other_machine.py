@@ -172,20 +172,20 @@ def test_strict_load_accepts_an_intact_bundle(copied: Any, caplog: pytest.LogCap
     bundle = copied(FAST, SLOW)
     with hasten.load(bundle.path, threads=1, strict=True) as predictor:
         assert predictor(TEXT) == hasten.load(bundle.path, FAST, threads=1)(TEXT)
-    assert f"{FAST} answers like the original here: largest error" in caplog.text
+    assert f"{FAST} reproduces the reference answers here: largest error" in caplog.text
     assert main(["run", str(bundle.path), TEXT, "--strict"]) == 0
 
 
 def test_strict_load_rejects_a_bundle_with_other_answers(copied: Any, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = with_other_answers(copied(FAST, SLOW), lambda value: value + 0.5)
     hasten.load(bundle.path, threads=1).close()
-    with pytest.raises(AccuracyError, match="no variant answers like the original here") as caught:
+    with pytest.raises(AccuracyError, match="no variant reproduces the reference answers here") as caught:
         hasten.load(bundle.path, threads=1, strict=True)
     assert [candidate.variant for candidate in caught.value.candidates] == [FAST, SLOW, "graph-fp32"]
-    with pytest.raises(AccuracyError, match=f"{SLOW} does not answer like the original here"):
+    with pytest.raises(AccuracyError, match=f"{SLOW} does not reproduce the reference answers here"):
         hasten.load(bundle.path, SLOW, threads=1, strict=True)
     assert main(["run", str(bundle.path), TEXT, "--strict"]) == 5
-    assert "like the original" in capsys.readouterr().err
+    assert "the reference answers" in capsys.readouterr().err
 
 
 def test_strict_load_uses_the_next_variant_if_the_first_fails(copied: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -195,7 +195,9 @@ def test_strict_load_uses_the_next_variant_if_the_first_fails(copied: Any, caplo
     with hasten.load(bundle.path, threads=1, strict=True) as predictor:
         assert predictor(TEXT) == expected
     (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert message.startswith(f"skipping {FAST}, which does not answer like the original here: largest error 2.0")
+    assert message.startswith(
+        f"skipping {FAST}, which does not reproduce the reference answers here: largest error 2.0"
+    )
     assert message.endswith(f"; using {SLOW} instead")
 
 

@@ -379,8 +379,8 @@ BAD_INPUTS = {
     "another mask": (lambda ids: {"input_ids": ids, "attention_mask": ids[:, 1:]}, r"attention_mask is 1×\d+, and"),
     "no token": (lambda ids: {"input_ids": ids, "attention_mask": ids * 0}, "row 1 contains only padding"),
     "empty": (lambda ids: {"input_ids": ids[:, :0]}, "is empty"),
-    "below all tokens": (lambda ids: {"input_ids": ids * 0 - 1}, "there is no token -1: the vocabulary has"),
-    "past all tokens": (lambda ids: {"input_ids": ids + 10**6}, r"there is no token 10\d+: the vocabulary has"),
+    "below all tokens": (lambda ids: {"input_ids": ids * 0 - 1}, "token id -1 is out of range: the vocabulary size"),
+    "past all tokens": (lambda ids: {"input_ids": ids + 10**6}, r"token id 10\d+ is out of range: the vocabulary size"),
     "too long": (lambda ids: {"input_ids": ids.repeat(1, 40)}, "and the model's limit is 64"),
 }
 

@@ -164,7 +164,7 @@ def test_unsupported_and_invalid_options_are_rejected(
 def test_token_outside_the_vocabulary_is_rejected(token: int, pair: Pair) -> None:
     import torch
 
-    with pytest.raises(InputError, match=f"there is no token {token}"):
+    with pytest.raises(InputError, match=f"token id {token} is out of range"):
         pair.ours.generate(torch.tensor([[4, token]]), max_new_tokens=2)
 
 

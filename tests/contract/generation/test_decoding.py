@@ -319,7 +319,7 @@ def test_prompt_beyond_the_context_is_rejected(case: Case) -> None:
         (["a", 3], {}, "the prompt is 3"),
         ("a \ud800", {}, "the prompt is not valid Unicode: lone surrogate at character 2"),
         ([{"role": "user", "content": "\ud800"}], {}, "the chat is not valid Unicode"),
-        ([[1, 99999]], {}, "there is no token 99999"),
+        ([[1, 99999]], {}, "token id 99999 is out of range"),
         ("a", {"max_tokens": 0}, "max_tokens is 0"),
         ("a", {"num_return_sequences": 2}, "would all be the same"),
         ("a", {"num_return_sequences": 0}, "num_return_sequences is 0"),

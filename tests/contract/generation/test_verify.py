@@ -101,7 +101,9 @@ def test_verify_reproduces_the_verdicts_of_the_build(llama: Bundle, capsys: pyte
         assert verdict["passed"]
         assert verdict["agreement"]["flips"] == entry.agreement.flips
         assert entry.metric is not None
-        assert verdict["metric"]["also"]["perplexity"] == pytest.approx(entry.metric.also["perplexity"], rel=1e-6)
+        assert verdict["metric"]["other_metrics"]["perplexity"] == pytest.approx(
+            entry.metric.other_metrics["perplexity"], rel=1e-6
+        )
     built = [candidate.verdict for candidate in llama.report.candidates if candidate.verdict]
     assert result[INT8]["verdict"]["reference_metric"]["value"] == built[0].reference_metric.value  # type: ignore[union-attr]
     assert main(["verify", str(llama.path), "--threads", "1", "--variant", INT8]) == 0
@@ -136,13 +138,15 @@ def test_user_texts_have_the_perplexity_of_the_original(
     result = verified(llama, capsys, "--data", str(texts), "--columns", "text=sentence")
     expected = perplexity_by_transformers(llama)
     for candidate in result.values():
-        assert candidate["verdict"]["reference_metric"]["also"]["perplexity"] == pytest.approx(expected, rel=1e-4)
-    assert result[FP32]["verdict"]["metric"]["also"]["perplexity"] == pytest.approx(expected, rel=1e-4)
+        assert candidate["verdict"]["reference_metric"]["other_metrics"]["perplexity"] == pytest.approx(
+            expected, rel=1e-4
+        )
+    assert result[FP32]["verdict"]["metric"]["other_metrics"]["perplexity"] == pytest.approx(expected, rel=1e-4)
     own, metric = result[INT8]["verdict"], llama.entry(INT8).metric
-    assert own["metric"]["also"]["perplexity"] == pytest.approx(expected, rel=0.5)
+    assert own["metric"]["other_metrics"]["perplexity"] == pytest.approx(expected, rel=0.5)
     assert own["metric"]["value"] != own["reference_metric"]["value"]
     assert metric is not None
-    assert own["notes"] == [f"perplexity {metric.also['perplexity']:.3f} on the texts it was built with"]
+    assert own["notes"] == [f"perplexity {metric.other_metrics['perplexity']:.3f} on the texts it was built with"]
     # By what is lost, too: so much may be.
     lost = 100 * (own["reference_metric"]["value"] - own["metric"]["value"])
     words = ("--data", str(texts), "--columns", "text=sentence", "--variant", INT8, "--max-drop")
@@ -244,7 +248,7 @@ def test_strict_load_verifies_the_variant(llama: Bundle, t5: Bundle, caplog: pyt
         ):
             assert isinstance(proven, Generator)
             assert proven([PROMPT, "a dog"], max_tokens=8) == plain([PROMPT, "a dog"], max_tokens=8)
-    assert caplog.text.count(f"{FP32} answers like the original here: largest error") == 2
+    assert caplog.text.count(f"{FP32} reproduces the reference answers here: largest error") == 2
 
 
 def test_strict_load_skips_an_inaccurate_variant(changed: Any, llama: Bundle, caplog: pytest.LogCaptureFixture) -> None:
@@ -252,8 +256,8 @@ def test_strict_load_skips_an_inaccurate_variant(changed: Any, llama: Bundle, ca
     expected = hasten.load(llama.path, INT8, threads=1)(PROMPT, max_tokens=8)
     with hasten.load(bundle.path, threads=1, strict=True) as write:
         assert write(PROMPT, max_tokens=8) == expected
-    assert f"skipping {FP32}, which does not answer like the original here: largest error 5.0e-01" in caplog.text
-    with pytest.raises(AccuracyError, match=f"{FP32} does not answer like the original here"):
+    assert f"skipping {FP32}, which does not reproduce the reference answers here: largest error 5.0e-01" in caplog.text
+    with pytest.raises(AccuracyError, match=f"{FP32} does not reproduce the reference answers here"):
         hasten.load(bundle.path, FP32, threads=1, strict=True)
     assert main(["run", str(bundle.path), PROMPT, "--variant", FP32, "--strict", "-q"]) == 5
 

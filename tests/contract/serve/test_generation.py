@@ -321,7 +321,7 @@ LONG = "a dog " * 3000
         (TEXT, {"model": "classifier"}, 400, "does not generate text"),
         (TEXT, {"prompt": LONG}, 400, "the model reads up to 2048"),
         (TEXT, {"prompt": [5] * 2048}, 400, "has 2048 tokens, and the model's context of 2048"),
-        (TEXT, {"prompt": [10**6]}, 400, "there is no token 1000000"),
+        (TEXT, {"prompt": [10**6]}, 400, "token id 1000000 is out of range"),
         (TEXT, {"prompt": []}, 400, "must be a text, token ids, or a list"),
         (TEXT, {"prompt": ["a", 5]}, 400, "must be a text, token ids, or a list"),
         (TEXT, {"prompt": [5], "echo": True}, 400, "echo"),

@@ -350,4 +350,4 @@ def test_bundle_is_verified_and_scored_like_the_evaluator(save: Any, quick_build
     metric = candidate.verdict.metric
     assert metric is not None
     assert (metric.name, metric.value) == ("nDCG@10", pytest.approx(expected["ndcg@10"]))
-    assert metric.also == {"MRR@10": pytest.approx(expected["mrr@10"]), "MAP": pytest.approx(expected["map"])}
+    assert metric.other_metrics == {"MRR@10": pytest.approx(expected["mrr@10"]), "MAP": pytest.approx(expected["map"])}

@@ -22,7 +22,7 @@ LEFT = (Unfused("attention", "/layer.0/Softmax", "unknown"),)
 
 
 def test_report_round_trips_with_passes(report: Report) -> None:
-    recorded = replace(report, passes=(replace(PASS, left=LEFT),))
+    recorded = replace(report, passes=(replace(PASS, unfused=LEFT),))
     assert msgspec.json.decode(msgspec.json.encode(recorded), type=Report) == recorded
 
 

@@ -81,7 +81,7 @@ def test_reference_passes_against_itself() -> None:
     assert verdict.agreement.rows == 3 * TOKENS
     assert verdict.metric is not None
     assert verdict.metric.rows == len(TEXTS)
-    assert verdict.metric.also["perplexity"] == pytest.approx(1 / verdict.metric.value)
+    assert verdict.metric.other_metrics["perplexity"] == pytest.approx(1 / verdict.metric.value)
 
 
 def test_max_drop_bounds_the_likelihood_of_texts() -> None:

@@ -92,10 +92,12 @@ def test_entity_metrics_equal_seqeval(sentences: list[tuple[list[str], list[str]
     ours = entity_metric(np.array([entity_counts(a, b) for a, b in sentences]))
     options = {"average": "micro", "zero_division": 0}
     assert ours.value == pytest.approx(seqeval.metrics.f1_score(expected, predicted, **options), abs=1e-12)
-    assert ours.also["precision"] == pytest.approx(
+    assert ours.other_metrics["precision"] == pytest.approx(
         seqeval.metrics.precision_score(expected, predicted, **options), abs=1e-12
     )
-    assert ours.also["recall"] == pytest.approx(seqeval.metrics.recall_score(expected, predicted, **options), abs=1e-12)
+    assert ours.other_metrics["recall"] == pytest.approx(
+        seqeval.metrics.recall_score(expected, predicted, **options), abs=1e-12
+    )
 
 
 # --- metrics of tasks
@@ -112,7 +114,7 @@ def test_classifier_is_scored_by_accuracy_and_f1(encoded: MakeEncoded) -> None:
     predicted = logits.argmax(axis=1)
     assert (metric.name, metric.rows) == ("accuracy", 50)
     assert metric.value == pytest.approx(sklearn.metrics.accuracy_score(gold, predicted))
-    assert metric.also == {
+    assert metric.other_metrics == {
         f"{average} F1": pytest.approx(sklearn.metrics.f1_score(gold, predicted, average=average))
         for average in ("macro", "micro")
     }
@@ -124,7 +126,7 @@ def test_multi_label_classifier_is_scored_by_micro_and_macro_f1(encoded: MakeEnc
     metric = scored(TASKS.get(spec.name), {"logits": logits}, encoded(50), gold.tolist(), spec)
     micro, macro = (sklearn.metrics.f1_score(gold, logits > 0, average=average) for average in ("micro", "macro"))
     assert (metric.name, metric.value) == ("micro F1", pytest.approx(micro))
-    assert metric.also == {"macro F1": pytest.approx(macro)}
+    assert metric.other_metrics == {"macro F1": pytest.approx(macro)}
     assert micro != macro
 
 
@@ -134,7 +136,7 @@ def test_regression_is_scored_by_both_correlations(encoded: MakeEncoded) -> None
     metric = scored(TASKS.get(spec.name), {"logits": logits}, encoded(40), gold.tolist(), spec)
     values = logits[:, 0].astype(np.float64)
     assert (metric.name, metric.value) == ("Pearson correlation", pytest.approx(stats.pearsonr(values, gold).statistic))
-    assert metric.also == {"Spearman correlation": pytest.approx(stats.spearmanr(values, gold).statistic)}
+    assert metric.other_metrics == {"Spearman correlation": pytest.approx(stats.spearmanr(values, gold).statistic)}
 
 
 def test_embedder_is_scored_by_both_correlations(encoded: MakeEncoded) -> None:
@@ -146,7 +148,7 @@ def test_embedder_is_scored_by_both_correlations(encoded: MakeEncoded) -> None:
     cosines = (a * b).sum(axis=1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
     theirs = stats.spearmanr(cosines, gold).statistic, stats.pearsonr(cosines, gold).statistic
     assert (metric.name, metric.value) == ("Spearman correlation", pytest.approx(theirs[0]))
-    assert metric.also == {"Pearson correlation": pytest.approx(theirs[1])}
+    assert metric.other_metrics == {"Pearson correlation": pytest.approx(theirs[1])}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_metric_accepts_resampled_item_scores(spec: TaskSpec, item_scores: Any) 
     once, twice = task.metric(rows, spec), task.metric(rows.take([*range(len(rows))] * 2, axis=0), spec)
     assert (twice.name, twice.rows) == (once.name, 2 * once.rows)
     assert twice.value == pytest.approx(once.value)
-    assert twice.also == pytest.approx(once.also)
+    assert twice.other_metrics == pytest.approx(once.other_metrics)
     assert any(task.metric(rows[[row]], spec).value != once.value for row in range(len(rows)))
 
 

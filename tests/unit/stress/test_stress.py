@@ -32,7 +32,7 @@ def load_result(
         percentiles_ms={"p50": p50_ms, "p99": p99_ms},
         max_ms=p99_ms,
         mean_ms=p50_ms,
-        refused_p99_ms=None,
+        failed_p99_ms=None,
         connections=1,
         late=0.0,
         histogram=(),

@@ -114,7 +114,7 @@ def test_metric_is_accuracy_and_top_five_accuracy(encode: Any, tokenizer: Tokeni
     metric = scored(TASK, outputs, encoded, [("a",), ("c", "h"), ("d a",), ("zebra",)], SPEC)
     assert (metric.name, metric.rows) == ("accuracy", 4)
     assert metric.value == pytest.approx(1 / 5)
-    assert metric.also == {"top-5 accuracy": pytest.approx(2 / 5)}
+    assert metric.other_metrics == {"top-5 accuracy": pytest.approx(2 / 5)}
 
 
 def test_label_matches_the_token_with_a_leading_space() -> None:

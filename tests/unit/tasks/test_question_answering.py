@@ -446,7 +446,7 @@ def test_metric_equals_squad(by_letter: Tokenizer) -> None:
     metric = scored(TASK, outputs, encoded, [("p", "q"), ("z",)], SPEC)
     assert (metric.name, metric.rows) == ("F1", 2)
     assert metric.value == pytest.approx((1 + 2 / 3) / 2)
-    assert metric.also == {"exact match": 0.5}
+    assert metric.other_metrics == {"exact match": 0.5}
 
 
 def test_empty_answer_is_allowed_only_if_some_questions_have_none(by_letter: Tokenizer) -> None:
@@ -465,9 +465,9 @@ def test_scored_answer_has_the_greatest_logits_and_at_most_30_tokens(tokenizer_f
     assert len(encoded.batch) > 1
     # Alone in its window, the weaker span has the whole softmax, but its logits are smaller.
     outputs = logits_for(encoded, (0, 3, 32, 6.0), (0, 40, 40, 5.9), (1, 10, 10, 5.0))
-    assert scored(TASK, outputs, encoded, [(context[:59],)], SPEC).also == {"exact match": 1.0}
+    assert scored(TASK, outputs, encoded, [(context[:59],)], SPEC).other_metrics == {"exact match": 1.0}
     outputs = logits_for(encoded, (0, 3, 33, 6.0), (1, 10, 10, 5.0))
-    assert scored(TASK, outputs, encoded, [(context[:61],)], SPEC).also == {"exact match": 0.0}
+    assert scored(TASK, outputs, encoded, [(context[:61],)], SPEC).other_metrics == {"exact match": 0.0}
 
 
 # --- agreement

@@ -296,20 +296,20 @@ def test_rankings_are_scored_per_query(make_queries: MakeQueries) -> None:
     second = (1 + 2 / np.log2(3)) / (2 + 1 / np.log2(3))
     assert (metric.name, metric.rows) == ("nDCG@10", 2)
     assert metric.value == pytest.approx((1 / np.log2(3) + second) / 2)
-    assert metric.also == {"MRR@10": pytest.approx((1 / 2 + 1) / 2), "MAP": pytest.approx((1 / 2 + 1) / 2)}
+    assert metric.other_metrics == {"MRR@10": pytest.approx((1 / 2 + 1) / 2), "MAP": pytest.approx((1 / 2 + 1) / 2)}
 
 
 def test_pairs_with_the_same_query_are_ranked_together(make_queries: MakeQueries) -> None:
     together = scored(TASK, logits(3.0, 2.0, 1.0, 1.0, 2.0), make_queries(3, 2), [(0.0, 1.0, 0.0), (2.0, 1.0)], ONE)
     labels = [(0.0,), (2.0,), (1.0,), (1.0,), (0.0,)]
     apart = scored(TASK, logits(3.0, 1.0, 2.0, 2.0, 1.0), make_queries(pairs="abbaa"), labels, ONE)
-    assert (apart.value, apart.also) == (pytest.approx(together.value), pytest.approx(together.also))
+    assert (apart.value, apart.other_metrics) == (pytest.approx(together.value), pytest.approx(together.other_metrics))
     assert apart.rows == 5
 
 
 def test_pairs_of_different_queries_are_one_ranking(make_queries: MakeQueries) -> None:
     metric = scored(TASK, logits(3.0, 2.0, 1.0), make_queries(pairs="abc"), [(1.0,), (0.0,), (1.0,)], ONE)
-    assert (metric.name, metric.also) == ("average precision", {})
+    assert (metric.name, metric.other_metrics) == ("average precision", {})
     assert metric.value == pytest.approx((1 + 2 / 3) / 2)
 
 
@@ -320,7 +320,7 @@ def test_score_labels_are_correlated(make_queries: MakeQueries) -> None:
     assert metric.name == "Spearman correlation"
     assert metric.value == pytest.approx(stats.spearmanr(values, expected_scores).statistic)
     expected = stats.pearsonr(special.expit(values), expected_scores).statistic
-    assert metric.also == {"Pearson correlation": pytest.approx(expected, abs=1e-6)}
+    assert metric.other_metrics == {"Pearson correlation": pytest.approx(expected, abs=1e-6)}
 
 
 def test_class_labels_are_scored_by_accuracy(make_queries: MakeQueries) -> None:

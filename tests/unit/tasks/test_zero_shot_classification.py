@@ -305,7 +305,7 @@ def test_metric_is_accuracy_and_macro_f1(make_questions: MakeQuestions) -> None:
     metric = scored(TASK, {"logits": logits}, make_questions(*[3] * 40), gold, NLI)
     assert (metric.name, metric.rows) == ("accuracy", 40)
     assert metric.value == pytest.approx(np.mean([a == b for a, b in zip(predicted, gold, strict=True)]))
-    assert metric.also == {"macro F1": pytest.approx(f1_score(gold, predicted, average="macro"))}
+    assert metric.other_metrics == {"macro F1": pytest.approx(f1_score(gold, predicted, average="macro"))}
 
 
 # --- agreement

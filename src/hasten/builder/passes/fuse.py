@@ -41,7 +41,7 @@ _UNFUSED_REASONS = {
     "nomic_bert": _ROTARY,
     "nystromformer": "it is approximated, or convolutions stand beside it",
     "roformer": _ROTARY,
-    "squeezebert": "convolutions take the place of its matrix products",
+    "squeezebert": "convolutions replace its matmuls",
     "xlnet": _RELATIVE,
 }
 _UNKNOWN = "unknown"
@@ -53,7 +53,7 @@ class Fusions:
 
     counts: dict[str, int]
     layers: int
-    left: tuple[Unfused, ...] = ()
+    unfused: tuple[Unfused, ...] = ()
 
     @property
     def attention(self) -> int:

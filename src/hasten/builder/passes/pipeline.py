@@ -52,7 +52,9 @@ def apply_passes(
         file.parent.mkdir()
     # Fuse before pruning: fusion recognizes attention only while queries, keys and values have the same rows.
     fusions = fuse(folded, whole, config, pads_left=pads_left)
-    passes.append(record_pass("fuse", folded, whole, variants=[*ort, *cuda], notes=fusions.notes(), left=fusions.left))
+    passes.append(
+        record_pass("fuse", folded, whole, variants=[*ort, *cuda], notes=fusions.notes(), unfused=fusions.unfused)
+    )
     pruning = prune(whole, pruned, plain=folded)
     passes.append(record_pass("prune", whole, pruned, variants=[*ort, *cuda], notes=pruning.notes()))
     count = split_norms(pruned, fused)
@@ -83,8 +85,8 @@ def record_pass(
     *,
     variants: Iterable[str],
     notes: Sequence[str] = (),
-    left: Sequence[Unfused] = (),
+    unfused: Sequence[Unfused] = (),
 ) -> Pass:
     """Return the record of a pass, with operator counts before and after; `before` is None for the export."""
     operators_before = operators(before) if before is not None else {}
-    return Pass(name, operators_before, operators(after), tuple(variants), tuple(notes), tuple(left))
+    return Pass(name, operators_before, operators(after), tuple(variants), tuple(notes), tuple(unfused))

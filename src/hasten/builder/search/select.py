@@ -48,13 +48,13 @@ def explain(
         elif variant not in ranking:
             reason = "for comparison only: needs PyTorch"
         else:
-            reason = f"{timing.p50_ms / timings[winner.name].p50_ms:.2f}× as long as {winner} at {shape}"
+            reason = f"takes {timing.p50_ms / timings[winner.name].p50_ms:.2f}× as long as {winner} at {shape}"
         candidates.append(Candidate(variant.name, status, reason, verdict))
     return candidates
 
 
 def pareto_front(candidates: Sequence[Candidate], bench: Bench, shape: Shape) -> tuple[str, ...]:
-    """Return the variants than which no other is both faster and more accurate, fastest first."""
+    """Return the Pareto front of speed and accuracy, fastest first."""
     times = _times(bench, shape)
     judged = [(times[c.variant], c.verdict.loss, c.variant) for c in candidates if c.verdict and c.variant in times]
     front: list[str] = []

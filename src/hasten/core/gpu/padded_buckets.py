@@ -34,7 +34,7 @@ def check_ids(name: str, ids: IntArray, size: int) -> None:
     smallest, largest = ids.min(initial=0), ids.max(initial=0)
     if smallest < 0 or largest >= size:
         invalid = smallest if smallest < 0 else largest
-        raise InputError(f"the {name} {invalid} is out of range: the model has {size}")
+        raise InputError(f"the {name} {invalid} is out of range: the maximum is {size - 1}")
 
 
 def _round_up(size: int, steps: int, min_step: int) -> int:

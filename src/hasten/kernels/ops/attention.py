@@ -38,7 +38,7 @@ def tile_config_for(tokens: int, sequences: int) -> AttentionTileConfig:
 
 
 def reference(qkv: Any, starts: Any, heads: int, bias: Any | None = None) -> Any:
-    """Compute it in plain PyTorch; `bias` (heads, distances) is indexed by key − query + distances // 2."""
+    """Compute attention in plain PyTorch; `bias` (heads, distances) is indexed by key − query + distances // 2."""
     tokens, width = qkv.shape[0], qkv.shape[1] // 3
     out = torch.empty((tokens, width), dtype=torch.float32, device=qkv.device)
     bounds = starts.tolist()

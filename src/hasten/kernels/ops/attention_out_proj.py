@@ -17,7 +17,7 @@ _TILE = Tile(16, 128, 4)
 
 
 def reference(qkv: Any, sequence: Any, weight: Any, total: Any, heads: int, bias: Any | None = None) -> Any:
-    """Compute it in plain PyTorch."""
+    """Compute attention and its output projection in plain PyTorch."""
     starts = torch.nn.functional.pad(torch.bincount(sequence).cumsum(0), (1, 0))
     return total + attention_reference(qkv, starts, heads, bias) @ weight.float().T
 

@@ -22,7 +22,7 @@ def reference(
     token_type_embeddings: Any | None,
     norm: tuple[Any, Any, float] | None = None,
 ) -> Any:
-    """Compute it in plain PyTorch."""
+    """Compute the embeddings and their LayerNorm in plain PyTorch."""
     total = word_embeddings.float()[ids] + position_embeddings.float()[positions]
     if token_type_embeddings is not None:
         total = total + token_type_embeddings.float()[token_types]

@@ -62,7 +62,7 @@ def reference(
     gelu_kind: str | None = None,
     quant: ActivationQuant | None = None,
 ) -> Any:
-    """Compute it in plain PyTorch."""
+    """Compute the linear layer in plain PyTorch."""
     # Accumulate in fp64, where sums of 8-bit products are exact.
     y = (x.double() @ weight.double().T).float() * scale
     if bias is not None:

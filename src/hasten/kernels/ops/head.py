@@ -31,7 +31,7 @@ _FP32_ROWS = _DenseTileConfig(32, 64, 32, 2)
 
 
 def reference(x: Any, rows: Any | None, weight: Any, bias: Any, activation: str = "") -> Any:
-    """Compute it in plain PyTorch."""
+    """Compute the dense layer in plain PyTorch."""
     selected = x.float() if rows is None else x.float()[rows.clamp(max=len(x) - 1)]
     y = torch.nn.functional.linear(selected, weight.float(), bias.float())
     if activation == "tanh":

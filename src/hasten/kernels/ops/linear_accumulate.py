@@ -15,7 +15,7 @@ _TILE = Tile(16, 64, 4, 512)
 
 
 def reference(x: Any, weight: Any, total: Any) -> Any:
-    """Compute it in plain PyTorch."""
+    """Compute the linear layer and the sum in plain PyTorch."""
     return total + x.float() @ weight.float().T
 
 

@@ -32,7 +32,7 @@ def reference(
     next_bias: Any,
     gelu_kind: str | None = None,
 ) -> tuple[Any, Any]:
-    """Compute it in plain PyTorch."""
+    """Compute the LayerNorm and the linear layer in plain PyTorch."""
     x = norm_reference(total, norm_weight, norm_bias, eps)
     y = torch.nn.functional.linear(x, weight.float(), bias.float())
     if gelu_kind is not None:

@@ -13,7 +13,7 @@ MEAN, MAX, SQRT, WEIGHTED = "mean", "max", "mean_sqrt_len_tokens", "weightedmean
 
 
 def reference(x: Any, starts: Any, kind: str) -> Any:
-    """Compute it in plain PyTorch."""
+    """Compute the pooled outputs in plain PyTorch."""
     bounds = starts.tolist()
     return torch.stack([_pooled(x[first:last].float(), kind) for first, last in pairwise(bounds)])
 

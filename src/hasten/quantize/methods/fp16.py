@@ -1,4 +1,4 @@
-"""Convert graphs to fp16 with ONNX Runtime's converter, keeping in fp32 what fp16 is too coarse or too narrow for."""
+"""Convert graphs to fp16 with ONNX Runtime's converter; operators beyond fp16's precision or range stay in fp32."""
 
 from __future__ import annotations
 
