@@ -228,7 +228,7 @@ def test_deadline_applies_to_queued_and_running_requests_but_not_to_started_stre
     soon = time.monotonic() + 0.1
     decoder.gate.clear()
     running = Submitted(engine, [4], tokens=100, deadline=soon)
-    wait_until(lambda: engine.stalled_for_s(time.monotonic()) > 0)
+    wait_until(lambda: engine.running == 1)
     waiting = Submitted(engine, [5], deadline=soon)
     stream = Submitted(engine, [6], deadline=soon, is_stream=True)
     wait_until(lambda: engine.waiting >= 2 and time.monotonic() > soon)
