@@ -41,6 +41,9 @@ _TEST_ROWS = 4
 # A broken model chooses none of their tokens; among so few texts this share more may differ by chance.
 _TEST_SLACK = 0.2
 
+# Seconds of prefill between two decode steps: running streams wait for as long, and prefill takes most of the time.
+_PREFILL_TARGET_S = 0.1
+
 # The text and the result of each sequence.
 CompletedTexts = Sequence[tuple[str, GenerationResult]]
 
@@ -72,7 +75,10 @@ class GenerativeModel(Model):
             self._test(decoders[0])
             opened.pop_all()  # the engine closes the decoders
         self.engine = GenerationEngine(
-            [(DecodeScheduler(decoder, spec, self.tokenizer), decoder) for decoder in decoders],
+            [
+                (DecodeScheduler(decoder, spec, self.tokenizer, prefill_target_s=_PREFILL_TARGET_S), decoder)
+                for decoder in decoders
+            ],
             queue_limits(settings),
             encoders=max(1, usable_cores() // 2),
             share=scheduler.join(threads),

@@ -257,33 +257,30 @@ class GenerationEngine(EngineLifecycle[GenerationRequest]):
                     if self._is_closing and not self._open:
                         return
                     self._change.wait()
-                tokens = self._fill_slots(worker)
-            self._step(worker, tokens)
+                self._fill_slots(worker)
+            self._step(worker)
 
-    def _fill_slots(self, worker: _DecodeWorker) -> int:
-        """Hand over as many sequences as there are free slots; return the approximate cost of the next step."""
-        scheduler, tokens = worker.scheduler, _STEP_TOKENS
+    def _fill_slots(self, worker: _DecodeWorker) -> None:
+        """Hand over as many sequences as there are free slots. Caller must hold the lock."""
+        scheduler = worker.scheduler
         while self._queue and scheduler.running + scheduler.waiting < worker.resource.slots:
             sequence = self._queue.popleft()
             worker.sequences.append(sequence)
             scheduler.add(sequence.text)
-            tokens += len(sequence.text.prompt)
-        return tokens
 
-    def _step(self, worker: _DecodeWorker, tokens: int) -> None:
-        worker.busy_since = time.monotonic()
+    def _step(self, worker: _DecodeWorker) -> None:
+        scheduler, prefill_tokens = worker.scheduler, worker.scheduler.next_prefill_tokens
         try:
-            with self._share.turn(tokens):
+            with self._run_on_cores(worker, scheduler.decoding + prefill_tokens, _STEP_TOKENS + prefill_tokens):
                 begin = time.monotonic()
-                worker.scheduler.step()
+                scheduler.step()
                 seconds = time.monotonic() - begin
         except BaseException as error:
             self._isolate(worker, error)
         else:
-            if rows := worker.scheduler.running:
+            if rows := scheduler.decoding:
                 self._guarded(lambda: self._observer.on_step(rows, seconds), _NOT_COUNTED)
         finally:
-            worker.busy_since = None
             worker.sequences = [sequence for sequence in worker.sequences if not sequence.text.is_over]
         now = time.monotonic()
         self._fail_late({sequence.request for sequence in worker.sequences if sequence.request.is_late(now)}, now)
