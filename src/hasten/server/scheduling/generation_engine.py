@@ -180,6 +180,7 @@ class GenerationEngine(EngineLifecycle[GenerationRequest]):
                 sequence.text = scheduler.row(job.prompt.ids, job.sampling, on_delta, continues=continues)
             request.encode_s = time.monotonic() - begin
             with self._lock:
+                self._check_deadline(request, sum(len(sequence.text.prompt) for sequence in sequences))
                 if not request.is_over:
                     request.sequences = sequences
                     self._queue += sequences
@@ -189,6 +190,16 @@ class GenerationEngine(EngineLifecycle[GenerationRequest]):
         except BaseException as error:  # a panic of the tokenizer is not an Exception
             logger.exception("a prompt could not be tokenized")
             self._fail(request, StageError(f"the prompt could not be tokenized: {type(error).__name__}"))
+
+    def _check_deadline(self, request: GenerationRequest, tokens: int) -> None:
+        """Reject a request whose prompts cannot be prefilled before its deadline. Caller must hold the lock."""
+        if request.deadline is None:
+            return
+        schedulers = [worker.scheduler for worker in self._workers]
+        tokens_per_s = len(schedulers) * max(scheduler.max_prefill_tokens_per_s for scheduler in schedulers)
+        backlog = sum(len(sequence.text.prompt) for sequence in self._queue)
+        backlog += sum(scheduler.prefill_backlog for scheduler in schedulers)
+        self._admission.check_prefill(tokens, backlog, tokens_per_s, request.deadline - time.monotonic())
 
     def _on_delta(self, index: int, sequence: _ActiveSequence, delta: TextDelta) -> None:
         request, now = sequence.request, time.monotonic()
