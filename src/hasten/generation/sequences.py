@@ -15,6 +15,9 @@ from hasten.generation.beams import BeamSearch
 from hasten.generation.detokenizer import Detokenizer, StopStrings
 from hasten.generation.sampling import Sampler
 
+# Tokens that one character may take, and tokens before a stop string that determine how its text begins.
+_MAX_CHARACTER_TOKENS, _TAIL_CONTEXT = 4, 8
+
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
@@ -175,6 +178,10 @@ class BeamSearched(SequenceState):
         self._emit(text, Finish.STOP if best.is_stopped else Finish.LENGTH)
 
     def _has_stop(self, ids: Sequence[int]) -> bool:
+        """Return whether the last token completes a stop string: the beam before it had none."""
         stops = self.sequence.sampling.stop
-        text = self.sequence.detokenizer.preview(ids) if stops else ""
+        if not stops:
+            return False
+        tail = _MAX_CHARACTER_TOKENS * max(map(len, stops)) + _TAIL_CONTEXT
+        text = self.sequence.detokenizer.preview(ids[-tail:])
         return any(stop in text for stop in stops)

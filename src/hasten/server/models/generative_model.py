@@ -18,7 +18,7 @@ from hasten.core.progress import SilentProgress
 from hasten.core.system.hardware import usable_cores
 from hasten.generation.chat import render
 from hasten.generation.generator import open_decoder
-from hasten.generation.options import sampling_params
+from hasten.generation.options import check_bounds, sampling_params
 from hasten.generation.prompts import read_prompt
 from hasten.generation.scheduler import DecodeScheduler
 from hasten.generation.sequences import TextDelta
@@ -96,9 +96,15 @@ class GenerativeModel(Model):
         limit = self.settings.max_new_tokens
         default = min(max_tokens or self.generation.defaults.max_tokens, limit)
         sampling = sampling_params(replace(self.generation.defaults, max_tokens=default), options)
+        check_bounds(sampling, options)
         if sampling.max_tokens > limit:
             raise InputError(f"max_tokens is {sampling.max_tokens}, and this server generates up to {limit}")
         return sampling
+
+    def check_texts(self, count: int) -> None:
+        """Raise an error if a request asks for too many texts."""
+        if count > self.settings.max_client_batch_size:
+            raise TooLargeError(f"{count} texts are more than {self.settings.max_client_batch_size}")
 
     def generate(
         self,
@@ -135,8 +141,7 @@ class GenerativeModel(Model):
         count = len(prompts) * len(samplings)
         if not count:
             raise InputError("there is no prompt")
-        if count > self.settings.max_client_batch_size:
-            raise TooLargeError(f"{count} texts are more than {self.settings.max_client_batch_size}")
+        self.check_texts(count)
 
         def read() -> list[GenerationJob]:
             self.check_characters(prompts)
