@@ -276,6 +276,14 @@ class Decoder(Protocol):
 
 
 @runtime_checkable
+class SupportsChunkedPrefill(Protocol):
+    """An optional capability of decoders: a prompt is prefilled in chunks, between decode steps of other slots."""
+
+    def extend(self, slot: int, ids: IntArray) -> FloatArray:
+        """Append several tokens to a prefilled slot and return the logits (vocabulary,) of the next token."""
+
+
+@runtime_checkable
 class SupportsDecoding(Protocol):
     """An optional capability of backends that run generative models."""
 

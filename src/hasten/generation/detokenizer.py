@@ -83,7 +83,9 @@ class StopStrings:
             self.is_met = True
             self._held = ""
             return text[: min(matches)[1]]
-        held = max(size for stop in self._stops for size in range(len(stop)) if text.endswith(stop[:size]))
+        held = max(
+            size for stop in self._stops for size in range(min(len(stop), len(text) + 1)) if text.endswith(stop[:size])
+        )
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 

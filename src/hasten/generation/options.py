@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import fields, replace
 
 from hasten.core.errors import InputError
-from hasten.core.generation_types import SamplingParams
+from hasten.core.generation_types import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_NO_REPEAT_NGRAM_SIZE,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+)
 from hasten.core.registry import did_you_mean
 
 NAMES = tuple(field.name for field in fields(SamplingParams))
@@ -46,6 +53,22 @@ def sampling_params(defaults: SamplingParams, options: Mapping[str, object]) -> 
             hint="use temperature 0, or num_beams=1",
         )
     return sampling
+
+
+def check_bounds(sampling: SamplingParams, names: Container[str]) -> None:
+    """Raise an error if one of these options, which a client has set, would slow down the sequences of others."""
+    stops, words = sampling.stop, sampling.bad_words_ids
+    for name, size, limit, unit in (
+        ("stop", len(stops), MAX_STOP_STRINGS, "texts"),
+        ("stop", max(map(len, stops), default=0), MAX_STOP_CHARACTERS, "characters in a text"),
+        ("bad_words_ids", len(words), MAX_BAD_WORDS, "words"),
+        ("bad_words_ids", max(map(len, words), default=0), MAX_BAD_WORD_TOKENS, "tokens in a word"),
+    ):
+        if name in names and size > limit:
+            raise InputError(f"{name} has {size} {unit}, and this server accepts up to {limit}")
+    size = sampling.no_repeat_ngram_size
+    if "no_repeat_ngram_size" in names and size > MAX_NO_REPEAT_NGRAM_SIZE:
+        raise InputError(f"no_repeat_ngram_size is {size}, and this server accepts up to {MAX_NO_REPEAT_NGRAM_SIZE}")
 
 
 def whole_number(minimum: int) -> Callable[[str, object], int]:

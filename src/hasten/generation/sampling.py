@@ -87,8 +87,17 @@ def _nucleus(weights: FloatArray, share: float) -> IntArray:
     target = share * weights.sum(dtype=np.float64)
     head = largest(weights, _HEAD) if len(weights) > _HEAD else np.arange(len(weights))
     if weights[head].sum(dtype=np.float64) < target:
-        head = np.arange(len(weights))
+        return _wide_nucleus(weights, target)
     order = head[np.argsort(-weights[head], kind="stable")]
     sums = np.cumsum(weights[order], dtype=np.float64)
     count = int(np.searchsorted(sums, target)) + 1
     return order[:count]
+
+
+def _wide_nucleus(weights: FloatArray, target: float) -> IntArray:
+    """Return the nucleus in no order: sorting all values is many times faster than sorting all indices."""
+    descending = np.sort(weights)[::-1]
+    count = int(np.searchsorted(np.cumsum(descending, dtype=np.float64), target)) + 1
+    last = descending[min(count, len(weights)) - 1]
+    above, ties = np.flatnonzero(weights > last), np.flatnonzero(weights == last)
+    return np.concatenate([above, ties[: count - len(above)]])

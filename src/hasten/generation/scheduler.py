@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from hasten.backends import Decoder
+from hasten.backends import Decoder, SupportsChunkedPrefill
 from hasten.core.errors import InputError
 from hasten.core.generation_types import GenerationSpec, SamplingParams
 from hasten.core.tensors import IntArray
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.generation.detokenizer import Detokenizer
+from hasten.generation.prefill_pace import PrefillPace
 from hasten.generation.sequences import BeamSearched, OnText, Sampled, SequenceState, TextSequence
 
 
@@ -21,16 +23,29 @@ class DecodeScheduler:
     """Runs many sequences on one decoder. One thread at a time may step and free; `row` and `add` are thread-safe."""
 
     def __init__(
-        self, decoder: Decoder, spec: GenerationSpec, tokenizer: Tokenizer, *, prefills_per_step: int = 1
+        self,
+        decoder: Decoder,
+        spec: GenerationSpec,
+        tokenizer: Tokenizer,
+        *,
+        prefills_per_step: int = 1,
+        prefill_target_s: float | None = None,
     ) -> None:
-        """Set up the scheduler. Each step prefills at most `prefills_per_step` prompts: decodes wait for them."""
+        """Set up the scheduler. Each step prefills at most `prefills_per_step` prompts: decodes wait for them.
+
+        With `prefill_target_s`, a step prefills a chunk of a prompt that takes about this many seconds, if the decoder
+        supports that; prompts take turns. A prompt that an encoder reads is always prefilled at once.
+        """
         self.spec = spec
         self.tokenizer = tokenizer
         self._decoder = decoder
         self._prefills_per_step = prefills_per_step
+        is_chunked = isinstance(decoder, SupportsChunkedPrefill) and not spec.decoder_start_token_ids
+        self._pace = PrefillPace(prefill_target_s) if prefill_target_s is not None and is_chunked else None
         self._free_slots = list(range(decoder.slots))
         self._waiting: deque[TextSequence] = deque()
-        self._running: list[SequenceState] = []
+        self._prefilling: deque[SequenceState] = deque()
+        self._decoding: list[SequenceState] = []
 
     @property
     def waiting(self) -> int:
@@ -40,12 +55,37 @@ class DecodeScheduler:
     @property
     def running(self) -> int:
         """Return the number of sequences with slots."""
-        return len(self._running)
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def decoding(self) -> int:
+        """Return the number of sequences whose prompt is prefilled."""
+        return len(self._decoding)
+
+    @property
+    def prefill_backlog(self) -> int:
+        """Return the number of prompt tokens to prefill. Thread-safe."""
+        unfinished = sum(state.prompt_left for state in tuple(self._prefilling))
+        return unfinished + sum(len(sequence.prompt) for sequence in tuple(self._waiting))
+
+    @property
+    def next_prefill_tokens(self) -> int:
+        """Return the number of prompt tokens that one prefill of the next step takes, at most."""
+        if self._prefilling:
+            tokens = self._prefilling[0].prompt_left
+        else:
+            tokens = len(self._waiting[0].prompt) if self._waiting else 0
+        return tokens if self._pace is None else min(tokens, self._pace.chunk_tokens)
+
+    @property
+    def max_prefill_tokens_per_s(self) -> float:
+        """Return the highest prefill speed that was measured; 0 before, or without chunks."""
+        return 0.0 if self._pace is None else self._pace.max_tokens_per_s
 
     @property
     def is_idle(self) -> bool:
         """Return whether there are no sequences."""
-        return not self._waiting and not self._running
+        return not self._waiting and not self.running
 
     def row(
         self, prompt: Sequence[int], sampling: SamplingParams, on_text: OnText, *, continues: bool = False
@@ -69,17 +109,20 @@ class DecodeScheduler:
         self._waiting.append(sequence)
 
     def step(self) -> None:
-        """Prefill waiting sequences while slots are free, then run one decode step for all running ones."""
+        """Prefill a chunk of a prompt, or several, then run one decode step for all prefilled sequences."""
         self.free()
         for _ in range(self._prefills_per_step):
             if not self._prefill_next():
                 break
-        if not self._running:
+        if not self._decoding:
             return
-        slots = [slot for state in self._running for slot in state.active_slots]
-        logits = self._decoder.decode(slots, np.concatenate([state.next_ids for state in self._running]))
+        slots = [slot for state in self._decoding for slot in state.active_slots]
+        begin = time.perf_counter()
+        logits = self._decoder.decode(slots, np.concatenate([state.next_ids for state in self._decoding]))
+        if self._pace is not None:
+            self._pace.record_decode(time.perf_counter() - begin)
         start, failure = 0, None
-        for state in self._running:
+        for state in self._decoding:
             count = len(state.active_slots)
             try:
                 state.advance(logits[start : start + count], self._decoder)
@@ -96,9 +139,11 @@ class DecodeScheduler:
         while self._waiting and self._waiting[0].is_cancelled:
             self._waiting.popleft()
         # Read once: a sequence may be cancelled by another thread meanwhile.
-        is_over = [state.sequence.is_over for state in self._running]
-        over = [state for state, ends in zip(self._running, is_over, strict=True) if ends]
-        self._running = [state for state, ends in zip(self._running, is_over, strict=True) if not ends]
+        over = [state for state in (*self._prefilling, *self._decoding) if state.sequence.is_over]
+        if not over:
+            return
+        self._prefilling = deque(state for state in self._prefilling if state not in over)
+        self._decoding = [state for state in self._decoding if state not in over]
         for state in over:
             state.free(self._decoder)
             self._free_slots += state.slots
@@ -107,27 +152,40 @@ class DecodeScheduler:
         """Cancel every sequence, for example after a failure of the decoder."""
         while self._waiting:
             self._waiting.popleft().cancel()
-        for state in self._running:
+        for state in (*self._prefilling, *self._decoding):
             state.sequence.cancel()
         self.free()
 
     def _prefill_next(self) -> bool:
-        """Prefill the sequence that waited longest, if its slots are free; others do not overtake it."""
-        if not self._waiting or len(self._free_slots) < self._waiting[0].sampling.num_beams:
+        """Prefill the next chunk of the sequence whose turn it is; return whether there was one."""
+        self._assign_slots()
+        if not self._prefilling:
             return False
-        sequence = self._waiting.popleft()
-        num_beams = sequence.sampling.num_beams
-        state_type = Sampled if num_beams == 1 else BeamSearched
-        state = state_type(sequence, self.spec, [self._free_slots.pop() for _ in range(num_beams)])
-        self._running.append(state)
+        state = self._prefilling[0]
         try:
-            state.prefill(self._decoder)
+            begin = time.perf_counter()
+            tokens = state.prefill(self._decoder, None if self._pace is None else self._pace.chunk_tokens)
+            if self._pace is not None:
+                self._pace.record(tokens, time.perf_counter() - begin)
         except BaseException:
-            sequence.cancel()
+            state.sequence.cancel()
             raise
         finally:
+            if not state.prompt_left:
+                self._decoding.append(state)
+            # Only now: other threads count the sequences that hold slots.
+            self._prefilling.popleft()
+            if state.prompt_left:
+                self._prefilling.append(state)
             self.free()
         return True
+
+    def _assign_slots(self) -> None:
+        """Give slots to the sequence that waited longest, if enough are free; others do not overtake it."""
+        if self._waiting and len(self._free_slots) >= (num_beams := self._waiting[0].sampling.num_beams):
+            state_type = Sampled if num_beams == 1 else BeamSearched
+            slots = [self._free_slots.pop() for _ in range(num_beams)]
+            self._prefilling.append(state_type(self._waiting.popleft(), self.spec, slots))
 
     def _max_tokens(self, prompt: IntArray) -> int:
         """Return the number of tokens that the context leaves for an answer."""

@@ -8,12 +8,15 @@ from functools import cached_property
 
 import numpy as np
 
-from hasten.backends import Decoder
+from hasten.backends import Decoder, SupportsChunkedPrefill
 from hasten.core.generation_types import Finish, GenerationSpec, SamplingParams
 from hasten.core.tensors import FloatArray, IntArray
 from hasten.generation.beams import BeamSearch
 from hasten.generation.detokenizer import Detokenizer, StopStrings
 from hasten.generation.sampling import Sampler
+
+# Tokens that one character may take, and tokens before a stop string that determine how its text begins.
+_MAX_CHARACTER_TOKENS, _TAIL_CONTEXT = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +65,29 @@ class SequenceState:
         self.filled_slots: set[int] = set()
         self.active_slots = self.slots[:1]
         self.next_ids = np.zeros(0, np.int32)
+        # Tokens of the prompt that are not prefilled yet.
+        self.prompt_left = len(sequence.prompt)
         self._spec = spec
         self._stops = StopStrings(sequence.sampling.stop)
 
-    def prefill(self, decoder: Decoder) -> None:
-        """Process the prompt and choose the first token."""
-        logits = decoder.prefill(self.slots[0], self.sequence.prompt)
-        self.filled_slots.add(self.slots[0])
-        self.advance(logits[None], decoder)
+    def prefill(self, decoder: Decoder, chunk_tokens: int | None = None) -> int:
+        """Process the next tokens of the prompt, or all, and return how many; after the last, choose the first token.
+
+        Only a decoder that supports chunked prefill accepts `chunk_tokens`.
+        """
+        prompt = self.sequence.prompt
+        begin = len(prompt) - self.prompt_left
+        ids = prompt[begin:][:chunk_tokens]
+        if self.filled_slots:
+            assert isinstance(decoder, SupportsChunkedPrefill)
+            logits = decoder.extend(self.slots[0], ids)
+        else:
+            logits = decoder.prefill(self.slots[0], ids)
+            self.filled_slots.add(self.slots[0])
+        self.prompt_left -= len(ids)
+        if not self.prompt_left:
+            self.advance(logits[None], decoder)
+        return len(ids)
 
     def advance(self, logits: FloatArray, decoder: Decoder) -> None:
         """Continue from the logits (active slots, vocabulary)."""
@@ -160,6 +178,10 @@ class BeamSearched(SequenceState):
         self._emit(text, Finish.STOP if best.is_stopped else Finish.LENGTH)
 
     def _has_stop(self, ids: Sequence[int]) -> bool:
+        """Return whether the last token completes a stop string: the beam before it had none."""
         stops = self.sequence.sampling.stop
-        text = self.sequence.detokenizer.preview(ids) if stops else ""
+        if not stops:
+            return False
+        tail = _MAX_CHARACTER_TOKENS * max(map(len, stops)) + _TAIL_CONTEXT
+        text = self.sequence.detokenizer.preview(ids[-tail:])
         return any(stop in text for stop in stops)

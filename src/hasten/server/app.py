@@ -65,7 +65,7 @@ class App:
         self.routes = self._router.routes
 
     def is_alive(self) -> bool:
-        """Return whether no batch or decode step has run for longer than the stall timeout."""
+        """Return whether no batch or decode step has been overdue for longer than the stall timeout."""
         now = time.monotonic()
         return all(model.engine.stalled_for_s(now) < self._stall_timeout_s for model in self.models)
 

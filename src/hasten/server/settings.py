@@ -182,7 +182,7 @@ class Settings:
     reload_interval: Annotated[
         float | None, _duration("check for changed bundles every TIME (SIGHUP checks at once)", _OPERATION)
     ] = None
-    stall_timeout: Annotated[float, _duration("exit with code 70 if a batch runs for longer", _OPERATION)] = 60.0
+    stall_timeout: Annotated[float, _duration("exit with code 70 if a batch is overdue for longer", _OPERATION)] = 60.0
     log_format: Annotated[
         str, Option(_parse_choice("text", "json"), "FORMAT", "log format on stderr: text or json", _OPERATION)
     ] = "text"

@@ -107,6 +107,24 @@ def test_batched_decode_of_different_lengths_matches_transformers(name: str, tmp
                 texts[slot].append(int(token))
                 expected = reference(PROMPTS[slot], texts[slot])
                 np.testing.assert_allclose(actual, expected, rtol=0, atol=CLOSE * abs(expected).max())
+        if not reference.has_encoder:
+            _check_chunks(session, reference)
+
+
+def _check_chunks(session: DecoderSession, reference: ReferenceModule) -> None:
+    """Fill the context of slot 1 with chunks of any length, each after a decode step of slot 3."""
+    prompt = np.random.default_rng(7).integers(3, 300, tiny_generators.CONTEXT)
+    session.free(1)
+    session.prefill(1, prompt[:8])
+    end = 8
+    for length in (1, 20, 3, tiny_generators.CONTEXT - 32):
+        session.decode([3], np.array([9]))
+        actual = session.extend(1, prompt[end : end + length])
+        end += length
+        expected = reference(prompt[:end], [])
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=CLOSE * abs(expected).max())
+    with pytest.raises(hasten.StageError, match="a prompt of 97 tokens does not fit into a context of 96"):
+        session.extend(1, prompt[:1])
 
 
 def test_sequences_are_added_freed_and_forked(llama: ReferenceModule, session: DecoderSession) -> None:
@@ -123,6 +141,11 @@ def test_sequences_are_added_freed_and_forked(llama: ReferenceModule, session: D
                 slot = int(random.choice(list(texts)))
                 session.free(slot)
                 del texts[slot]
+            case 3 if slots := [slot for slot in texts if len(texts[slot]) <= tiny_generators.CONTEXT - 5]:
+                chunk = random.integers(3, 300, 5)
+                slot = int(random.choice(slots))
+                texts[slot] += chunk.tolist()
+                session.extend(slot, chunk)
             case 2 if texts:
                 sources, targets = random.choice(list(texts), 2), random.choice(4, 2, replace=False)
                 session.fork(sources.tolist(), targets.tolist())

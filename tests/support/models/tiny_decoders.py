@@ -87,9 +87,9 @@ def metaspace() -> tokenizers.Tokenizer:
 TOKENIZERS = {"byte level": byte_level, "byte fallback": byte_fallback, "metaspace": metaspace}
 
 
-def ours(backend: tokenizers.Tokenizer, *, tidies_spaces: bool = False) -> Tokenizer:
+def ours(backend: tokenizers.Tokenizer, *, tidies_spaces: bool = False, max_length: int = CONTEXT) -> Tokenizer:
     copy = tokenizers.Tokenizer.from_str(backend.to_str())
-    return Tokenizer(copy, TokenizerSpec(("input_ids",), CONTEXT, tidies_spaces=tidies_spaces))
+    return Tokenizer(copy, TokenizerSpec(("input_ids",), max_length, tidies_spaces=tidies_spaces))
 
 
 def theirs(backend: tokenizers.Tokenizer, **fields: Any) -> Any:

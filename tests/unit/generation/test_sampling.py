@@ -37,7 +37,9 @@ def their_logits(logits: np.ndarray, counts: Sequence[int], sampling: SamplingPa
 
 
 def our_probabilities(logits: np.ndarray, counts: Sequence[int], sampling: SamplingParams) -> np.ndarray:
-    ids, weights = candidates(apply_repetition_penalty(logits, counts, sampling.repetition_penalty), sampling)
+    ids, weights = candidates(
+        apply_repetition_penalty(logits, np.array(list(counts), np.int64), sampling.repetition_penalty), sampling
+    )
     mask = np.zeros(len(logits))
     mask[ids] = weights / weights.sum()
     return mask
@@ -113,7 +115,7 @@ def test_largest_matches_a_full_sort(values: list[int], data: st.DataObject) -> 
 
 def test_penalty_ignores_tokens_outside_the_logits() -> None:
     logits = np.array([1.0, -1.0, 0.5], np.float32)
-    assert apply_repetition_penalty(logits, [0, 1, 99], 2.0).tolist() == [0.5, -2.0, 0.5]
+    assert apply_repetition_penalty(logits, np.array([0, 1, 99]), 2.0).tolist() == [0.5, -2.0, 0.5]
     assert logits.tolist() == [1.0, -1.0, 0.5]
 
 
@@ -147,8 +149,8 @@ def test_tiny_temperature_is_greedy(options: dict[str, Any]) -> None:
 def test_extreme_factors_are_clamped() -> None:
     logits = np.array([1, 5, 0, -4], np.float32)
     assert sorted(candidates(logits, SamplingParams(temperature=1e300))[1]) == [1, 1, 1, 1]
-    assert np.isfinite(apply_repetition_penalty(logits, range(4), 1e300)).all()
-    assert np.isfinite(apply_repetition_penalty(logits, range(4), 1e-300)).all()
+    assert np.isfinite(apply_repetition_penalty(logits, np.arange(4), 1e300)).all()
+    assert np.isfinite(apply_repetition_penalty(logits, np.arange(4), 1e-300)).all()
 
 
 def test_samplers_are_independent() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from hasten.core.errors import InputError, StageError
 from hasten.core.generation_types import Finish, GenerationSpec, SamplingParams
+from hasten.generation.prefill_pace import PrefillPace
 from hasten.generation.scheduler import DecodeScheduler
 from hasten.generation.sequences import TextDelta, TextSequence
 from support.models import tiny_decoders
@@ -64,6 +65,30 @@ class Counting:
         last = self.rows[slot][-1]
         logits[END if last == self.rows[slot][0] and len(self.rows[slot]) > 1 else last + 1] = 9
         return logits
+
+
+class Chunked(Counting):
+    """Prefills in chunks and records the tokens of each."""
+
+    def __init__(self, slots: int = 2) -> None:
+        super().__init__(slots)
+        self.chunks: list[int] = []
+
+    def prefill(self, slot: int, ids: Any) -> Any:
+        self.chunks.append(len(ids))
+        return super().prefill(slot, ids)
+
+    def extend(self, slot: int, ids: Any) -> Any:
+        self.log.append(("extend", (slot,)))
+        self._may_fail("extend")
+        self.chunks.append(len(ids))
+        self.rows[slot] += [int(token) for token in ids]
+        return self._logits(slot)
+
+
+# No chunk takes so long: each has twice the tokens of the one before, from 64 on.
+DOUBLING = {"spec": replace(SPEC, max_context=1000), "prefill_target_s": 1e9}
+LONG = [99, *[50] * 598, 60]
 
 
 def make_scheduler(decoder: Counting, spec: GenerationSpec = SPEC, **fields: Any) -> DecodeScheduler:
@@ -129,6 +154,82 @@ def test_several_prefills_per_step_when_configured() -> None:
     loop.step()
     assert [call for call, _ in decoder.log] == ["begin"] * 4 + ["step"]
     done(loop)
+
+
+def test_long_prompt_is_prefilled_in_chunks_between_decode_steps() -> None:
+    decoder = Chunked()
+    loop = make_scheduler(decoder, **DOUBLING)
+    first, _ = added(loop, [99, 40], 30)
+    loop.step()
+    decoder.log.clear()
+    long, _ = added(loop, LONG, 5)
+    done(loop)
+    assert (first.ids, long.ids) == ([*range(41, 71)], [*range(61, 66)])
+    assert decoder.chunks == [2, 64, 128, 256, 152]
+    # The running sequence goes on after each chunk.
+    assert [call for call, _ in decoder.log[:8]] == ["begin", "step", *["extend", "step"] * 3]
+    assert decoder.rows == {}
+
+
+def test_short_prompts_take_turns_with_a_long_one() -> None:
+    loop = make_scheduler(Chunked(slots=3), **DOUBLING)
+    long, _ = added(loop, LONG, 5)
+    loop.step()
+    short = [added(loop, [99, start], 2)[0] for start in (40, 80)]
+    for _ in range(4):
+        loop.step()
+    assert [row.ids for row in short] == [[41, 42], [81, 82]]
+    assert long.ids == []
+    assert loop.prefill_backlog == 152
+    assert (loop.running, loop.decoding) == (1, 0)
+    done(loop)
+    assert long.ids == [*range(61, 66)]
+
+
+def test_sequence_cancelled_or_failed_during_its_prefill_frees_its_slot() -> None:
+    decoder = Chunked(slots=1)
+    loop = make_scheduler(decoder, **DOUBLING)
+    gone, _ = added(loop, LONG, 5)
+    loop.step()
+    gone.cancel()
+    failed, _ = added(loop, LONG, 5)
+    loop.step()
+    decoder.fails_at = "extend"
+    with pytest.raises(StageError):
+        loop.step()
+    assert failed.is_over
+    assert (loop.is_idle, decoder.rows) == (True, {})
+
+
+def test_prefill_is_whole_without_a_target_or_with_an_encoder() -> None:
+    for spec, fields in (
+        (DOUBLING["spec"], {}),
+        (replace(SPEC, decoder_start_token_ids=(1,), max_context=1000), {"prefill_target_s": 1e9}),
+    ):
+        decoder = Chunked()
+        tokenizer = tiny_decoders.ours(tiny_decoders.byte_level(), max_length=1000)
+        loop = DecodeScheduler(decoder, spec, tokenizer, **fields)
+        added(loop, LONG, 2)
+        loop.step()
+        assert decoder.chunks == [len(LONG)]
+
+
+def test_prefill_chunk_follows_the_measured_speed() -> None:
+    pace = PrefillPace(0.1)
+    pace.record(10, 9.0)  # the rest of a prompt
+    assert (pace.chunk_tokens, pace.max_tokens_per_s) == (64, 0)
+    for _ in range(12):
+        pace.record(pace.chunk_tokens, pace.chunk_tokens / 4000)
+    assert (pace.chunk_tokens, pace.max_tokens_per_s) == (256, pytest.approx(4000))
+    for _ in range(12):
+        pace.record(pace.chunk_tokens, pace.chunk_tokens / 300)
+    # The speed is an upper bound: one slow moment does not lower it.
+    assert (pace.chunk_tokens, pace.max_tokens_per_s) == (16, pytest.approx(4000))
+    # A chunk may take as long as two decode steps do.
+    for _ in range(30):
+        pace.record_decode(0.25)
+        pace.record(pace.chunk_tokens, pace.chunk_tokens / 300)
+    assert pace.chunk_tokens == 128
 
 
 def test_single_token_needs_no_decode_step() -> None:

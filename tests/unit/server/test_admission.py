@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hasten.core.errors import OverloadedError
+from hasten.core.errors import OverloadedError, TooLargeError
 from hasten.server.scheduling.admission import Admission, SlotAdmission, TokenAdmission
 from hasten.server.scheduling.queue import Limits
 
@@ -79,3 +79,14 @@ def test_sequences_wait_for_a_slot_only_if_none_is_free() -> None:
     admission.on_sequence(4.0)
     assert [admission.wait_s(0) for _ in range(3)] == pytest.approx([0.0, 2.0, 6.0])
     assert not is_accepted(admission, 4)
+
+
+def test_prompt_that_cannot_be_prefilled_before_its_deadline_is_rejected() -> None:
+    admission = SlotAdmission(Limits(), slots=1, load=lambda: (0, 0))
+    admission.check_prefill(10**6, 0, 0.0, left_s=1.0)  # nothing was measured yet
+    admission.check_prefill(900, 0, 100.0, left_s=10.0)
+    with pytest.raises(TooLargeError, match=r"1100 prompt tokens take at least 11\.0 s, and the deadline"):
+        admission.check_prefill(1100, 0, 100.0, left_s=10.0)
+    with pytest.raises(OverloadedError, match="200 prompt tokens come first") as rejected:
+        admission.check_prefill(900, 200, 100.0, left_s=10.0)
+    assert rejected.value.retry_after_s == pytest.approx(2.0)

@@ -268,6 +268,38 @@ def test_stalled_session_is_detected(engine: Engine, session: SummingSession) ->
     sent.wait()
 
 
+def test_stall_of_a_long_batch_begins_after_the_time_of_its_tokens(engine: Engine, session: SummingSession) -> None:
+    session.gate.clear()
+    sent = Submitted(engine, [[1] * 20_000])
+    began = wait_until(lambda: engine._workers[0].busy_since)
+    assert engine.stalled_for_s(began + 600) == 0  # as long as 30 ms per token take
+    assert engine.stalled_for_s(began + 60_000) > 0
+    session.gate.set()
+    sent.wait()
+    # Once the speed is known, a session that hangs is found soon.
+    wait_until(lambda: engine._timed_tokens > 0)
+    session.gate.clear()
+    sent = Submitted(engine, [[1] * 1000])
+    began = wait_until(lambda: engine._workers[0].allowed_until and engine._workers[0].busy_since)
+    assert engine.stalled_for_s(began + 600) > 0
+    session.gate.set()
+    sent.wait()
+
+
+def test_batch_that_waits_for_the_cores_of_a_long_run_is_not_stalled(session: SummingSession) -> None:
+    cores = CoreScheduler(1)
+    other = cores.join()
+    engine = Engine([session], Limits(), encoders=1, share=cores.join())
+    now = time.monotonic()
+    with other.turn(1000, allowed_s=600):
+        sent = Submitted(engine, [[1]])
+        wait_until(lambda: engine._workers[0].busy_since is not None)
+        assert engine.stalled_for_s(now + 500) == 0
+        assert engine.stalled_for_s(now + 700) > 0
+    sent.wait()
+    engine.close()
+
+
 def test_drain_answers_open_requests_and_rejects_new_ones(engine: Engine, session: SummingSession) -> None:
     session.gate.clear()
     sent = [Submitted(engine, [[index]]) for index in range(20)]

@@ -10,9 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hasten.core.errors import DeadlineError, HastenError, OverloadedError, StageError, UnavailableError
+from hasten.core.errors import (
+    DeadlineError,
+    HastenError,
+    OverloadedError,
+    StageError,
+    TooLargeError,
+    UnavailableError,
+)
 from hasten.core.generation_types import Finish, GenerationSpec, SamplingParams
 from hasten.core.text.tokenizer import Tokenizer
+from hasten.generation.prefill_pace import PrefillPace
 from hasten.generation.prompts import Prompt
 from hasten.generation.scheduler import DecodeScheduler
 from hasten.generation.sequences import TextDelta
@@ -228,7 +236,7 @@ def test_deadline_applies_to_queued_and_running_requests_but_not_to_started_stre
     soon = time.monotonic() + 0.1
     decoder.gate.clear()
     running = Submitted(engine, [4], tokens=100, deadline=soon)
-    wait_until(lambda: engine.stalled_for_s(time.monotonic()) > 0)
+    wait_until(lambda: engine.running == 1)
     waiting = Submitted(engine, [5], deadline=soon)
     stream = Submitted(engine, [6], deadline=soon, is_stream=True)
     wait_until(lambda: engine.waiting >= 2 and time.monotonic() > soon)
@@ -244,6 +252,22 @@ def test_deadline_applies_to_queued_and_running_requests_but_not_to_started_stre
     wait_until(lambda: time.monotonic() > started.request.deadline)  # type: ignore[operator]
     decoder.gate.set()
     assert started.wait()[0].tokens == 20
+
+
+def test_prompt_that_exceeds_its_deadline_is_rejected_before_it_takes_a_slot(engines: Any) -> None:
+    engine, decoder = engines(slots=1)
+    # A slow decoder is one whose prefill was measured at a token per second.
+    engine._workers[0].scheduler._pace = PrefillPace(1000.0)
+    engine._workers[0].scheduler._pace.record(640, 640.0)
+    engine._workers[0].scheduler._pace.chunk_tokens = 640
+    decoder.gate.clear()
+    soon = time.monotonic() + 100
+    assert isinstance(Submitted(engine, [4] * 200, deadline=soon).wait(), TooLargeError)
+    first = Submitted(engine, [4] * 90, tokens=2, deadline=soon)
+    wait_until(lambda: engine.running == 1)
+    assert isinstance(Submitted(engine, [4] * 90, deadline=soon).wait(), OverloadedError)
+    decoder.gate.set()
+    assert first.wait()[0].tokens == 2
 
 
 def test_failing_prefill_fails_only_its_request(engines: Any) -> None:

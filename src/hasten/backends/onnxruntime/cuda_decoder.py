@@ -37,6 +37,7 @@ class CudaDecoder(DecoderSession):
 
     close = capture_lock.shared()(DecoderSession.close)
     prefill = capture_lock.shared()(DecoderSession.prefill)
+    extend = capture_lock.shared()(DecoderSession.extend)
     decode = capture_lock.shared()(DecoderSession.decode)
     fork = capture_lock.shared()(DecoderSession.fork)
     free = capture_lock.shared()(DecoderSession.free)

@@ -61,13 +61,13 @@ class DecoderSession(Closing):
         if self._encoder is not None:
             self._encode(row, ids)
             ids = self._start_ids
-        if not 0 < len(ids) <= self._context:
-            raise StageError(f"a prompt of {len(ids)} tokens does not fit into a context of {self._context}")
-        self._reserve(self._past, len(ids))
-        self._past.lengths[row] = len(ids)
-        logits: FloatArray = self._new_step(row, 1, len(ids))(np.asarray(ids)[None])[0]
+        self._past.lengths[row] = 0
+        logits = self._append(row, ids)
         self._row_of[slot] = row
         return logits
+
+    def extend(self, slot: int, ids: IntArray) -> FloatArray:
+        return self._append(self._row(slot), ids)
 
     def decode(self, slots: Sequence[int], ids: IntArray) -> FloatArray:
         rows = self._make_adjacent([self._row(slot) for slot in slots])
@@ -105,6 +105,21 @@ class DecoderSession(Closing):
             self._copy({row: last})
             moved = next(other for other, other_row in self._row_of.items() if other_row == last)
             self._row_of[moved] = row
+
+    def _append(self, row: int, ids: IntArray) -> FloatArray:
+        """Append tokens to a row and return the logits of the next token."""
+        before = int(self._past.lengths[row])
+        length = before + len(ids)
+        if not before < length <= self._context:
+            raise StageError(f"a prompt of {length} tokens does not fit into a context of {self._context}")
+        self._reserve(self._past, length)
+        self._past.lengths[row] = length
+        try:
+            logits: FloatArray = self._new_step(row, 1, len(ids))(np.asarray(ids)[None])[0]
+        except StageError:
+            self._past.lengths[row] = before
+            raise
+        return logits
 
     def _encode(self, row: int, ids: IntArray) -> None:
         """Run the encoder on a prompt and store its keys and values in the row."""

@@ -18,7 +18,7 @@ from hasten.core.progress import SilentProgress
 from hasten.core.system.hardware import usable_cores
 from hasten.generation.chat import render
 from hasten.generation.generator import open_decoder
-from hasten.generation.options import sampling_params
+from hasten.generation.options import check_bounds, sampling_params
 from hasten.generation.prompts import read_prompt
 from hasten.generation.scheduler import DecodeScheduler
 from hasten.generation.sequences import TextDelta
@@ -40,6 +40,9 @@ from hasten.server.settings import Settings
 _TEST_ROWS = 4
 # A broken model chooses none of their tokens; among so few texts this share more may differ by chance.
 _TEST_SLACK = 0.2
+
+# Seconds of prefill between two decode steps: running streams wait for as long, and prefill takes most of the time.
+_PREFILL_TARGET_S = 0.1
 
 # The text and the result of each sequence.
 CompletedTexts = Sequence[tuple[str, GenerationResult]]
@@ -72,7 +75,10 @@ class GenerativeModel(Model):
             self._test(decoders[0])
             opened.pop_all()  # the engine closes the decoders
         self.engine = GenerationEngine(
-            [(DecodeScheduler(decoder, spec, self.tokenizer), decoder) for decoder in decoders],
+            [
+                (DecodeScheduler(decoder, spec, self.tokenizer, prefill_target_s=_PREFILL_TARGET_S), decoder)
+                for decoder in decoders
+            ],
             queue_limits(settings),
             encoders=max(1, usable_cores() // 2),
             share=scheduler.join(threads),
@@ -90,9 +96,15 @@ class GenerativeModel(Model):
         limit = self.settings.max_new_tokens
         default = min(max_tokens or self.generation.defaults.max_tokens, limit)
         sampling = sampling_params(replace(self.generation.defaults, max_tokens=default), options)
+        check_bounds(sampling, options)
         if sampling.max_tokens > limit:
             raise InputError(f"max_tokens is {sampling.max_tokens}, and this server generates up to {limit}")
         return sampling
+
+    def check_texts(self, count: int) -> None:
+        """Raise an error if a request asks for too many texts."""
+        if count > self.settings.max_client_batch_size:
+            raise TooLargeError(f"{count} texts are more than {self.settings.max_client_batch_size}")
 
     def generate(
         self,
@@ -129,8 +141,7 @@ class GenerativeModel(Model):
         count = len(prompts) * len(samplings)
         if not count:
             raise InputError("there is no prompt")
-        if count > self.settings.max_client_batch_size:
-            raise TooLargeError(f"{count} texts are more than {self.settings.max_client_batch_size}")
+        self.check_texts(count)
 
         def read() -> list[GenerationJob]:
             self.check_characters(prompts)

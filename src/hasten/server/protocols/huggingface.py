@@ -63,6 +63,8 @@ def _generate(model: GenerativeModel, call: HttpCall, request: PredictRequest) -
     parameters = dict(request.parameters)
     returns_full_text = parameters.pop("return_full_text", None)
     count = parameters.pop("num_return_sequences", None)
+    if isinstance(count, int):
+        model.check_texts(count)
     sampling = params_per_sequence(_sampling_params(model, parameters), 1 if count is None else count)
     if returns_full_text is None:
         returns_full_text = not model.generation.decoder_start_token_ids

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from hasten.core.errors import OverloadedError
+from hasten.core.errors import OverloadedError, TooLargeError
 from hasten.server.scheduling.queue import Limits
 
 # Averages follow the last seconds: load, texts and clock rates change.
@@ -86,6 +86,26 @@ class SlotAdmission(Admission):
         """Estimate how long another sequence would wait for a slot; 0 while one is free."""
         queued, running = self._load()
         return 0.0 if queued + running < self._slots else (queued + 1) / self._slots * self._unloaded_s
+
+    def check_prefill(self, tokens: int, backlog: int, tokens_per_s: float, left_s: float) -> None:
+        """Raise an error if prompts of these tokens, behind a backlog, cannot be prefilled in the time that is left.
+
+        The speed is an upper bound, so that no request is rejected that could be answered; 0 if it is unknown.
+        """
+        if not tokens_per_s:
+            return
+        alone_s, wait_s = tokens / tokens_per_s, backlog / tokens_per_s
+        if alone_s > left_s:
+            raise TooLargeError(
+                f"{tokens} prompt tokens take at least {alone_s:.1f} s, and the deadline is in {left_s:.1f} s",
+                hint="use a shorter prompt or a longer timeout",
+            )
+        if alone_s + wait_s > left_s:
+            raise OverloadedError(
+                f"{backlog} prompt tokens come first and take at least {wait_s:.1f} s, and the deadline is in"
+                f" {left_s:.1f} s",
+                retry_after_s=max(0.1, wait_s),
+            )
 
     def on_sequence(self, seconds: float) -> None:
         """Update the duration of a sequence, which varies: clients ask for a word or for pages."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -18,15 +19,17 @@ class Share:
     served: float = 0.0
     waiting: int = 0
 
-    def turn(self, tokens: int) -> AbstractContextManager[None]:
-        """Return a context that holds the cores for one run."""
-        return self.scheduler.turn(self, tokens)
+    def turn(self, tokens: int, allowed_s: float = 0.0) -> AbstractContextManager[None]:
+        """Return a context that holds the cores for one run, which is not stalled before `allowed_s` have passed."""
+        return self.scheduler.turn(self, tokens, allowed_s)
 
 
 class CoreScheduler:
     """Runs as many sessions at once as there are cores for. Thread-safe."""
 
     def __init__(self, cores: int) -> None:
+        # Until when (of `time.monotonic`) the runs that have begun may hold the cores before they count as stalled.
+        self.allowed_until = 0.0
         self._cores = self._free = cores
         self._shares: list[Share] = []
         # The start tag of the latest run: what its model had been served before it.
@@ -49,7 +52,7 @@ class CoreScheduler:
             self._shares.remove(share)
 
     @contextmanager
-    def turn(self, share: Share, tokens: int) -> Iterator[None]:
+    def turn(self, share: Share, tokens: int, allowed_s: float = 0.0) -> Iterator[None]:
         """Wait until it is the model's turn and its cores are free, and hold them for one run."""
         with self._lock:
             if not share.waiting:
@@ -59,6 +62,7 @@ class CoreScheduler:
                 self._wait(share)
             self._virtual_time = max(self._virtual_time, share.served)
             share.served += tokens
+            self.allowed_until = max(self.allowed_until, time.monotonic() + allowed_s)
             self._free -= share.cores
             if self._free and self._waiting:
                 self._change.notify_all()

@@ -184,19 +184,16 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
             self._answer(request, StageError(f"the request could not be tokenized: {type(error).__name__}"), None)
 
     def _run(self, worker: SessionWorker, job: BatchJob) -> None:
-        worker.busy_since = time.monotonic()
         tokens = job.tokens
         try:
-            with self._share.turn(tokens):
+            with self._run_on_cores(worker, tokens):
                 begin = time.monotonic()
                 outputs = worker.resource.run(job.batch)
                 seconds = time.monotonic() - begin
             parts = self._split(job, outputs)
         except BaseException as error:
-            worker.busy_since = None
             self._isolate(worker, job, error)
             return
-        worker.busy_since = None
         self._distribute(job, parts, seconds)
         # Statistics come after the answers, so that clients do not wait for them.
         with self._lock:

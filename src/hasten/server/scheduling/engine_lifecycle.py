@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +21,11 @@ logger = logging.getLogger("hasten")
 Request = TypeVar("Request")
 Resource = TypeVar("Resource", Session, Decoder)
 
+# A batch or step may take this many times as long per token as recent ones before it counts as stalled: the attention
+# of long rows and busy cores cost more. The seconds per token before any was timed fit billions of weights on one core.
+_STALL_FACTOR, _UNTIMED_S_PER_TOKEN = 10, 0.1
+# Weight of earlier batches in the time per token.
+_TIMING_DECAY = 0.9
 # Time for idle threads to end.
 _CLOSE_S = 1.0
 
@@ -36,6 +42,8 @@ class EngineWorker(Generic[Resource]):
     thread: threading.Thread = field(init=False)
     # When the thread took the batch or step that it runs or waits to run; None while it is idle.
     busy_since: float | None = field(init=False, default=None)
+    # Until when it may run before it counts as stalled; None while it waits for cores.
+    allowed_until: float | None = field(init=False, default=None)
 
 
 class EngineLifecycle(ABC, Generic[Request]):
@@ -50,6 +58,8 @@ class EngineLifecycle(ABC, Generic[Request]):
         self._is_closing = False
         self._admission = admission
         self._share = share
+        # Of recent batches or steps: tokens and seconds.
+        self._timed_tokens = self._timed_s = 0.0
 
     def submit(self, request: Request) -> None:
         """Accept a request, or raise an error if the engine is closing or overloaded."""
@@ -74,8 +84,16 @@ class EngineLifecycle(ABC, Generic[Request]):
         """Return the number of queued requests."""
 
     def stalled_for_s(self, now: float) -> float:
-        """Return for how long the oldest unfinished batch or step has been running or waiting for cores."""
-        return max((now - since for worker in self._workers if (since := worker.busy_since) is not None), default=0.0)
+        """Return for how long a batch or step has been overdue: beyond the time that its tokens may take.
+
+        One that waits for cores is overdue once the runs that hold them are.
+        """
+        starts = []
+        for worker in self._workers:
+            since, until = worker.busy_since, worker.allowed_until
+            if since is not None:
+                starts.append(max(since, self._share.scheduler.allowed_until) if until is None else until)
+        return max((now - start for start in starts if start < now), default=0.0)
 
     def drain(self, timeout_s: float) -> bool:
         """Stop accepting requests and wait for the open ones; return whether all were answered in time."""
@@ -114,6 +132,24 @@ class EngineLifecycle(ABC, Generic[Request]):
     def _wake(self) -> None:
         """Wake all threads that wait, to end if nothing is left to do. Caller must hold the lock."""
         self._change.notify_all()
+
+    @contextmanager
+    def _run_on_cores(self, worker: EngineWorker[Any], tokens: int, cost: int | None = None) -> Iterator[None]:
+        """Wait for cores, and hold them for a batch or step; `cost` is its share of them if not its tokens."""
+        timed_tokens, timed_s = self._timed_tokens, self._timed_s
+        allowed_s = tokens * (_STALL_FACTOR * timed_s / timed_tokens if timed_tokens else _UNTIMED_S_PER_TOKEN)
+        worker.busy_since = time.monotonic()
+        try:
+            with self._share.turn(tokens if cost is None else cost, allowed_s):
+                begin = time.monotonic()
+                worker.allowed_until = begin + allowed_s
+                yield
+                seconds = time.monotonic() - begin
+        finally:
+            worker.busy_since = worker.allowed_until = None
+        with self._lock:
+            self._timed_tokens = _TIMING_DECAY * self._timed_tokens + tokens
+            self._timed_s = _TIMING_DECAY * self._timed_s + seconds
 
     def _stop_accepting(self) -> None:
         self._is_closing = True

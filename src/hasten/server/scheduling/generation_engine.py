@@ -180,6 +180,7 @@ class GenerationEngine(EngineLifecycle[GenerationRequest]):
                 sequence.text = scheduler.row(job.prompt.ids, job.sampling, on_delta, continues=continues)
             request.encode_s = time.monotonic() - begin
             with self._lock:
+                self._check_deadline(request, sum(len(sequence.text.prompt) for sequence in sequences))
                 if not request.is_over:
                     request.sequences = sequences
                     self._queue += sequences
@@ -189,6 +190,16 @@ class GenerationEngine(EngineLifecycle[GenerationRequest]):
         except BaseException as error:  # a panic of the tokenizer is not an Exception
             logger.exception("a prompt could not be tokenized")
             self._fail(request, StageError(f"the prompt could not be tokenized: {type(error).__name__}"))
+
+    def _check_deadline(self, request: GenerationRequest, tokens: int) -> None:
+        """Reject a request whose prompts cannot be prefilled before its deadline. Caller must hold the lock."""
+        if request.deadline is None:
+            return
+        schedulers = [worker.scheduler for worker in self._workers]
+        tokens_per_s = len(schedulers) * max(scheduler.max_prefill_tokens_per_s for scheduler in schedulers)
+        backlog = sum(len(sequence.text.prompt) for sequence in self._queue)
+        backlog += sum(scheduler.prefill_backlog for scheduler in schedulers)
+        self._admission.check_prefill(tokens, backlog, tokens_per_s, request.deadline - time.monotonic())
 
     def _on_delta(self, index: int, sequence: _ActiveSequence, delta: TextDelta) -> None:
         request, now = sequence.request, time.monotonic()
@@ -257,33 +268,30 @@ class GenerationEngine(EngineLifecycle[GenerationRequest]):
                     if self._is_closing and not self._open:
                         return
                     self._change.wait()
-                tokens = self._fill_slots(worker)
-            self._step(worker, tokens)
+                self._fill_slots(worker)
+            self._step(worker)
 
-    def _fill_slots(self, worker: _DecodeWorker) -> int:
-        """Hand over as many sequences as there are free slots; return the approximate cost of the next step."""
-        scheduler, tokens = worker.scheduler, _STEP_TOKENS
+    def _fill_slots(self, worker: _DecodeWorker) -> None:
+        """Hand over as many sequences as there are free slots. Caller must hold the lock."""
+        scheduler = worker.scheduler
         while self._queue and scheduler.running + scheduler.waiting < worker.resource.slots:
             sequence = self._queue.popleft()
             worker.sequences.append(sequence)
             scheduler.add(sequence.text)
-            tokens += len(sequence.text.prompt)
-        return tokens
 
-    def _step(self, worker: _DecodeWorker, tokens: int) -> None:
-        worker.busy_since = time.monotonic()
+    def _step(self, worker: _DecodeWorker) -> None:
+        scheduler, prefill_tokens = worker.scheduler, worker.scheduler.next_prefill_tokens
         try:
-            with self._share.turn(tokens):
+            with self._run_on_cores(worker, scheduler.decoding + prefill_tokens, _STEP_TOKENS + prefill_tokens):
                 begin = time.monotonic()
-                worker.scheduler.step()
+                scheduler.step()
                 seconds = time.monotonic() - begin
         except BaseException as error:
             self._isolate(worker, error)
         else:
-            if rows := worker.scheduler.running:
+            if rows := scheduler.decoding:
                 self._guarded(lambda: self._observer.on_step(rows, seconds), _NOT_COUNTED)
         finally:
-            worker.busy_since = None
             worker.sequences = [sequence for sequence in worker.sequences if not sequence.text.is_over]
         now = time.monotonic()
         self._fail_late({sequence.request for sequence in worker.sequences if sequence.request.is_late(now)}, now)
