@@ -13,7 +13,7 @@ AUTO_CLASSES = {TEXT_GENERATION: "AutoModelForCausalLM", TEXT2TEXT_GENERATION: "
 GENERATION_TASKS = tuple(AUTO_CLASSES)
 
 
-# Bounds of a server on the options of a request: with all of them one sequence adds less than a millisecond to a decode
+# Bounds of a server on the options of a request, so that no sequence adds more than a few milliseconds to a decode
 # step (tests/unit/generation/test_options.py). The Python API has none.
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 16, 128
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 1024, 32
