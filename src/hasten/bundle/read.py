@@ -57,7 +57,7 @@ class Bundle:
         """Return the report of the build."""
         try:
             return msgspec.json.decode(self._checked(REPORT).read_bytes(), type=Report)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, PlanError) as error:
             raise BundleError(f"{self.path / REPORT} is damaged: {error}") from error
 
     @property

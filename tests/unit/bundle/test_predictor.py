@@ -153,7 +153,7 @@ def test_error_in_one_thread_releases_the_lock(
     make_predictor: MakePredictor, embedder: TaskSpec, expected_answer: Answer
 ) -> None:
     predictor = make_predictor(embedder, lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(BundleError, match="does not fit its task, sentence-similarity: ZeroDivisionError"):
         predictor("a")
     predictor.session.answer = expected_answer  # type: ignore[attr-defined]
     assert predictor("a") is not None
