@@ -229,8 +229,10 @@ class WorkerProcess:
         return code
 
 
-def study(bundles: Sequence[Path], first: int, count: int, seed: int, keep: Path | None = None) -> dict[str, Any]:
-    """Fuzz with `count` bundles and return counts of outcomes, and all faults."""
+def study(
+    bundles: Sequence[Path], first: int, count: int, seed: int, *, keep: Path | None = None, max_s: float = float("inf")
+) -> dict[str, Any]:
+    """Fuzz with `count` bundles, fewer if the time is over, and return counts of outcomes, and all faults."""
     outcomes: dict[str, Counter[str]] = {name: Counter() for name in USES}
     kinds: Counter[str] = Counter()
     faults: list[dict[str, Any]] = []
@@ -240,7 +242,7 @@ def study(bundles: Sequence[Path], first: int, count: int, seed: int, keep: Path
             options = [word for bundle in bundles for word in ("--bundle", str(bundle))]
             options += ["--first", str(number), "--count", str(end - number), "--seed", str(seed)]
             worker = WorkerProcess([*options, *(["--keep", str(keep)] if keep else [])], Path(folder))
-            while (message := worker.next()) is not None:
+            while time.monotonic() - begin < max_s and (message := worker.next()) is not None:
                 if "started" in message:
                     number = message["started"]
                     continue
@@ -254,12 +256,14 @@ def study(bundles: Sequence[Path], first: int, count: int, seed: int, keep: Path
                 if number % 500 == 0:
                     print(f"{number} in {time.monotonic() - begin:.0f} s, {len(faults)} faults", file=sys.stderr)
             code = worker.stop()
+            if time.monotonic() - begin >= max_s:
+                break
             if number < end:
                 reason = "hangs" if code is None else f"ends the process with code {code}"
                 faults.append({"number": number, "kind": "", "fault": f"the bundle {reason}"})
                 number, restarts = number + 1, restarts + 1
     return {
-        "bundles": count, "seed": seed, "first": first, "seconds": round(time.monotonic() - begin, 1),
+        "bundles": sum(kinds.values()) + restarts, "seed": seed, "first": first, "seconds": round(time.monotonic() - begin, 1),
         "restarts": restarts, "mutations": dict(sorted(kinds.items())),
         "outcomes": {use: dict(counts.most_common()) for use, counts in outcomes.items()}, "faults": faults,
     }  # fmt: skip
@@ -272,6 +276,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--keep", type=Path, help="copy the mutated bundles to this directory")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     default = Path(__file__).parent / "results" / "fuzz_bundles.json"
@@ -285,9 +290,12 @@ def main() -> int:
         for message in worker.run(range(args.first, args.first + args.count), args.keep):
             replies.write(json.dumps(message) + "\n")
         return 0
-    measured = study(args.bundle, args.first, args.count, args.seed, args.keep)
-    args.output.write_bytes(msgspec.json.format(msgspec.json.encode({**provenance(), **measured}), indent=1) + b"\n")
-    print(f"{args.count} bundles in {measured['seconds']} s: {len(measured['faults'])} faults, {measured['outcomes']}")
+    origin = provenance()
+    measured = study(args.bundle, args.first, args.count, args.seed, keep=args.keep, max_s=args.max_seconds)
+    args.output.write_bytes(msgspec.json.format(msgspec.json.encode({**origin, **measured}), indent=1) + b"\n")
+    print(
+        f"{measured['bundles']} bundles in {measured['seconds']} s: {len(measured['faults'])} faults, {measured['outcomes']}"
+    )
     return 1 if measured["faults"] else 0
 
 
