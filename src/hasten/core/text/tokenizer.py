@@ -85,7 +85,7 @@ class Tokenizer:
         try:
             tokenizer = cls(FastTokenizer.from_file(str(file)), spec)
             # A file may be damaged where only a text shows it.
-            tokenizer.encode(["a"])
+            tokenizer._backend.encode("a")
         except BaseException as error:
             # The library raises bare Exception for every kind of damage, and its panics are not even that.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
