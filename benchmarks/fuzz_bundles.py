@@ -201,7 +201,8 @@ class WorkerProcess:
         # stderr of native libraries is not of interest; a crash shows as a signal.
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -226,6 +227,9 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         return code
 
 
@@ -242,9 +246,10 @@ def study(
             options = [word for bundle in bundles for word in ("--bundle", str(bundle))]
             options += ["--first", str(number), "--count", str(end - number), "--seed", str(seed)]
             worker = WorkerProcess([*options, *(["--keep", str(keep)] if keep else [])], Path(folder))
+            started = -1
             while time.monotonic() - begin < max_s and (message := worker.next()) is not None:
                 if "started" in message:
-                    number = message["started"]
+                    started = number = message["started"]
                     continue
                 number = message["number"] + 1
                 kinds[f"{message['kind']}, {'sealed' if message['sealed'] else 'not sealed'}"] += 1
@@ -258,6 +263,8 @@ def study(
             code = worker.stop()
             if time.monotonic() - begin >= max_s:
                 break
+            if started < 0:
+                raise SystemExit(f"the worker did not start: exit code {code}")
             if number < end:
                 reason = "hangs" if code is None else f"ends the process with code {code}"
                 faults.append({"number": number, "kind": "", "fault": f"the bundle {reason}"})
