@@ -1,4 +1,4 @@
-"""Mutated bundles must fail in one line or answer; benchmarks/fuzz_bundles.py tries ten thousand."""
+"""Mutated bundles must fail in one line or answer; benchmarks/fuzz_bundles.py tries more."""
 
 from __future__ import annotations
 
