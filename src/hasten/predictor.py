@@ -10,7 +10,7 @@ from typing import Any
 from hasten.backends import BACKENDS, Artifact, RunOptions, Session
 from hasten.bundle import Bundle, VariantEntry
 from hasten.core.batching import batch_by_length
-from hasten.core.errors import HastenError, UnsupportedError
+from hasten.core.errors import HastenError, UnsupportedError, translate_mismatch
 from hasten.core.system.closing import Closing
 from hasten.core.system.cpu_targets import incompatibility
 from hasten.core.system.hardware import this_machine
@@ -43,7 +43,8 @@ class Predictor(Closing):
         encoded = self.task.encode(self.task.parse(payload), self.tokenizer, options)
         if encoded.truncated:
             logger.warning("%s", describe_truncation(encoded, self.tokenizer.spec.max_length))
-        answers = self.task.decode(self.outputs(encoded), encoded, options)
+        with translate_mismatch(f"the model does not fit its task, {self.spec.name}"):
+            answers = self.task.decode(self.outputs(encoded), encoded, options)
         return self.task.present(payload, answers, options)
 
     def encode(self, payload: object) -> Encoded:
@@ -94,7 +95,8 @@ def open_session(artifact: Artifact, options: RunOptions) -> Session:
     support = backend.probe(this_machine(), artifact.variant)
     if not support.ok:
         raise UnsupportedError(f"{artifact.variant} does not run here: {support.reason}", hint=support.hint or None)
-    return backend.open(artifact, options)
+    with translate_mismatch(f"{artifact.variant} does not fit its bundle"):
+        return backend.open(artifact, options)
 
 
 def probe(entry: VariantEntry) -> Support:

@@ -36,14 +36,22 @@ def relative_error(actual: Any, expected: Any) -> float:
 
 @pytest.mark.parametrize(
     "name",
-    [TRITON, TORCH, CUBLASLT, f"{CUBLASLT} {'0f' * 64}", *(f"{TRITON} {tile_config}" for tile_config in TILE_CONFIGS)],
+    [
+        TRITON,
+        TORCH,
+        CUBLASLT,
+        f"{CUBLASLT} 7",
+        f"{CUBLASLT} 63",
+        *(f"{TRITON} {tile_config}" for tile_config in TILE_CONFIGS),
+    ],
 )
 def test_backend_names_are_valid(name: str) -> None:
     assert BACKEND_NAME.fullmatch(name)
 
 
 @pytest.mark.parametrize(
-    "name", ["", "triton 1x2", "cublaslt 0f", "torch 3", "rm -rf", "triton 1x2x3x4x5x6", f"{'0f' * 64}"]
+    "name",
+    ["", "triton 1x2", "cublaslt 0f", "cublaslt 123", f"cublaslt {'0f' * 64}", "torch 3", "rm -rf", "triton 1x2x3x4x5"],
 )
 def test_other_names_are_invalid(name: str) -> None:
     assert not BACKEND_NAME.fullmatch(name)
@@ -100,13 +108,13 @@ def test_shape_without_cublaslt_algorithm_falls_back(
 def test_tuning_results_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "environment", lambda _: "one GPU")
     encoder, cublaslt = Encoder(Geometry(1, 32, 2, 64, 1e-5, "gelu"), {}), None
-    gemms = ((UP, f"{TRITON} {TILE_CONFIGS[0]}"), (PLAIN, f"{CUBLASLT} {'0f' * 64}"))
+    gemms = ((UP, f"{TRITON} {TILE_CONFIGS[0]}"), (PLAIN, f"{CUBLASLT} 7"))
     Tuning("one GPU", 0, gemms).write(tmp_path / FILE)
     tuned = find(encoder, cublaslt, tmp_path)  # type: ignore[arg-type]
     assert tuned is not None
     assert dict(tuned.gemms)[UP] == f"{TRITON} {TILE_CONFIGS[0]}"
-    # An algorithm without a backend is valid in half precision only.
-    (tmp_path / FILE).write_bytes(msgspec.json.encode(Tuning("one GPU", 0, ((UP, "0f" * 64),))))
+    # A candidate without a backend is valid in half precision only.
+    (tmp_path / FILE).write_bytes(msgspec.json.encode(Tuning("one GPU", 0, ((UP, 7),))))
     assert find(encoder, cublaslt, tmp_path) is None  # type: ignore[arg-type]
 
 
@@ -137,5 +145,7 @@ def test_all_cublaslt_algorithms_agree(input_dtype: str, rows: int, columns: int
     cublaslt, shape = CublasLtGemms(torch.float16), GemmShape(rows, columns, depth, input_dtype=input_dtype)
     operands = random_operands(shape, torch.float16, "cuda")
     expected = operands.x.float() @ operands.weight.float().T * (1 if operands.scale is None else operands.scale)
-    for algorithm in cublaslt.candidates(shape):
-        assert relative_error(cublaslt.run(shape, operands, algorithm), expected) <= 2e-3
+    for candidate in cublaslt.candidates(shape):
+        assert relative_error(cublaslt.run(shape, operands, candidate), expected) <= 2e-3
+    # More candidates than there are here: the first one runs.
+    assert relative_error(cublaslt.run(shape, operands, 63), expected) <= 2e-3

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -18,9 +19,13 @@ from hasten.kernels.tuning import FILE, Tuning, bucket_sizes, cache_file, find
 from support.models.fused_encoders import DEVICE
 
 SHAPE = GemmShape(144, 96, 32, has_bias=True)
-ALGORITHM = "0f" * 64
-# Valid but for a truncated algorithm.
-TRUNCATED = msgspec.json.encode(Tuning("one GPU", 16, ((SHAPE, "0f"),)))
+LOW_PRECISION = GemmShape(144, 96, 32, has_bias=True, input_dtype="float8_e4m3fn")
+CANDIDATE = 3
+# A stranger may put these into a bundle: the bytes of an algorithm, which cuBLASLt would follow anywhere, candidates
+# that do not exist, tiles that compile for minutes, a choice of the wrong kind.
+HOSTILE = [(SHAPE, "0f" * 64), (SHAPE, "3"), (SHAPE, -1), (SHAPE, 64), (SHAPE, 2**80), (LOW_PRECISION, 3),
+           (LOW_PRECISION, f"cublaslt {'0f' * 64}"), (LOW_PRECISION, "cublaslt -1"), (LOW_PRECISION, "cublaslt 999"),
+           (LOW_PRECISION, "triton 65536x65536x65536x8x4")]  # fmt: skip
 
 
 @pytest.fixture
@@ -40,9 +45,9 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, st
 def test_results_are_found_in_bundle_or_cache(encoder: Encoder, environment: dict[str, str], tmp_path: Path) -> None:
     cublaslt: Any = None
     assert find(encoder, cublaslt, tmp_path) is None
-    Tuning("one GPU", 16, ((SHAPE, ALGORITHM),)).write(tmp_path / FILE)
+    Tuning("one GPU", 16, ((SHAPE, CANDIDATE),)).write(tmp_path / FILE)
     tuned = find(encoder, cublaslt, tmp_path)
-    assert tuned == Tuning("one GPU", 16, ((SHAPE, ALGORITHM),))
+    assert tuned == Tuning("one GPU", 16, ((SHAPE, CANDIDATE),))
     environment["name"] = "another GPU"
     assert find(encoder, cublaslt, tmp_path) is None
     Tuning("another GPU", 32, ()).write(cache_file(encoder, cublaslt))
@@ -50,10 +55,20 @@ def test_results_are_found_in_bundle_or_cache(encoder: Encoder, environment: dic
 
 
 @pytest.mark.usefixtures("environment")
-@pytest.mark.parametrize("content", [b"", b"[]", b"not JSON", b"\xff\xfe", TRUNCATED])
+@pytest.mark.parametrize("content", [b"", b"[]", b"not JSON", b"\xff\xfe"])
 def test_broken_file_is_ignored(encoder: Encoder, tmp_path: Path, content: bytes) -> None:
     cublaslt: Any = None
     (tmp_path / FILE).write_bytes(content)
+    assert find(encoder, cublaslt, tmp_path) is None
+
+
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize("choice", HOSTILE, ids=lambda choice: str(choice[1])[:20])
+def test_hostile_choice_is_ignored(encoder: Encoder, tmp_path: Path, choice: tuple[GemmShape, Any]) -> None:
+    cublaslt: Any = None
+    shape, value = choice
+    text = json.dumps({"environment": "one GPU", "small_batch_max_tokens": 16, "gemms": [[asdict(shape), value]]})
+    (tmp_path / FILE).write_text(text)
     assert find(encoder, cublaslt, tmp_path) is None
 
 

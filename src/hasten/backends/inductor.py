@@ -42,9 +42,9 @@ class Inductor:
         return save_module(source, variant, directory)
 
     def open(self, artifact: Artifact, options: RunOptions) -> Session:
+        module = load_module(artifact)
         import torch
 
-        module = load_module(artifact)
         if artifact.variant.device != CUDA:
             return ModuleSession(torch.compile(module, dynamic=True), artifact, options)
         # Dynamic shapes, with a CUDA graph per bucket: torch.compile recompiles a function for at most eight static

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,9 @@ from hasten.core.system.hardware import Machine
 from hasten.core.tensors import Batch, FloatArray, IntArray, Layout, Outputs, SessionSpec, pad, unpad
 from hasten.core.variant import CPU, CUDA, Precision, Support, Variant
 
-FILE = "module.pt"
+# The name of the pickled module: a secret of this process and of the benchmark processes that inherit its environment.
+# Another program cannot know it in advance, so no file of a bundle or of a download is ever unpickled.
+FILE = f"module-{os.environ.setdefault('_HASTEN_MODULE_KEY', secrets.token_hex(16))}.pt"
 _DTYPES = {Precision.FP32: "float32", Precision.FP16: "float16", Precision.BF16: "bfloat16"}
 _ON_GPU = [Variant("torch", precision, CUDA) for precision in _DTYPES]
 
@@ -92,7 +96,10 @@ def probe_torch_gpu(machine: Machine) -> Support:
 
 
 def save_module(source: Source, variant: Variant, directory: Path) -> Artifact:
-    """Save the pickled module in the build's temporary directory, from which the benchmark process loads it."""
+    """Save the pickled module in the build's temporary directory, from which the benchmark process loads it.
+
+    Pickle, because a module may be of any class, also of one that came with the model.
+    """
     import torch
 
     try:
@@ -104,9 +111,10 @@ def save_module(source: Source, variant: Variant, directory: Path) -> Artifact:
 
 def load_module(artifact: Artifact) -> Any:
     """Load the module on the variant's device, in its precision."""
+    if artifact.graphs.get(MODEL) != FILE:
+        raise StageError(f"{artifact.variant} was not saved by this build: unpickling it could run code")
     import torch
 
-    # Unpickling is safe: this build has just written the file, and opening a bundle rejects this backend.
     try:
         module = torch.load(artifact.path(), weights_only=False, map_location=artifact.variant.device).eval()
         if artifact.variant.precision is not Precision.FP32:

@@ -107,10 +107,11 @@ def read_manifest(directory: Path) -> Manifest:
         raise BundleError(f"no bundle at {directory}: no such directory", hint=hint)
     if not file.is_file():
         raise BundleError(f"{directory} is not a bundle: it has no {FILE}", hint=hint)
+    resolve_inside(directory, FILE)
     try:
         raw = msgspec.json.decode(file.read_bytes())
         schema = raw["schema"]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError) as error:
         raise BundleError(f"{file} is damaged: {error}", hint="build the bundle again") from error
     if type(schema) is not int or schema < 1:
         raise BundleError(f"{file} is damaged: its schema is {schema!r}", hint="build the bundle again")

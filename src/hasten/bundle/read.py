@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zipfile
-import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +32,9 @@ REPORT = "report.json"
 REFERENCE_INPUTS = "reference/inputs.jsonl"
 REFERENCE_OUTPUTS = "reference/outputs.npz"
 GRAPH_BACKEND = "graph"
+# The reference outputs of a sound bundle hardly compress: they are floats of a model. A bundle whose outputs expand to
+# more than this many times their file plus a margin is made to exhaust the memory.
+_MAX_EXPANSION, _EXPANSION_MARGIN_BYTES = 100, 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Bundle:
         """Return the report of the build."""
         try:
             return msgspec.json.decode(self._checked(REPORT).read_bytes(), type=Report)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, PlanError) as error:
             raise BundleError(f"{self.path / REPORT} is damaged: {error}") from error
 
     @property
@@ -105,11 +107,13 @@ class Bundle:
                 raise ValueError("a row is not an object")
         except (ValueError, RecursionError) as error:
             raise BundleError(f"{self.path / REFERENCE_INPUTS} is damaged: {error}") from error
+        file = self._checked(REFERENCE_OUTPUTS)
         try:
             # Opened here: NumPy does not close a file that is not an archive.
-            with self._checked(REFERENCE_OUTPUTS).open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+                _check_expansion(arrays.zip)
                 outputs = {name: arrays[name] for name in arrays.files}
-        except (ValueError, TypeError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+        except Exception as error:  # zipfile and NumPy raise a dozen classes for damaged archives
             raise BundleError(f"{self.path / REFERENCE_OUTPUTS} is damaged: {error}") from error
         return Reference(rows, outputs)
 
@@ -117,9 +121,21 @@ class Bundle:
         """Check the hash of every file, and that the directory has no others."""
         for name in self.manifest.files:
             self._checked(name)
+        self._check_unlisted(self.path)
+
+    def _check_folder(self, folder: str) -> None:
+        names = [name for name in self.manifest.files if name.startswith(f"{folder}/")]
+        if not names:
+            raise BundleError(f"{self.path} lists no file under {folder}/", hint="build the bundle again")
+        for name in names:
+            self._checked(name)
+        # A runtime opens what a graph names: weights in a file without a hash could be exchanged unnoticed.
+        self._check_unlisted(self.path / folder)
+
+    def _check_unlisted(self, folder: Path) -> None:
         names = {
             file.relative_to(self.path).as_posix()
-            for file in self.path.rglob("*")
+            for file in folder.rglob("*")
             if file.is_symlink() or not file.is_dir()
         }
         # Files beside the manifest (README.md, .DS_Store) are never read; files in our folders might be.
@@ -128,13 +144,6 @@ class Bundle:
             raise BundleError(
                 f"{self.path} has a file that its manifest does not list: {extra[0]}", hint="remove it, or build again"
             )
-
-    def _check_folder(self, folder: str) -> None:
-        names = [name for name in self.manifest.files if name.startswith(f"{folder}/")]
-        if not names:
-            raise BundleError(f"{self.path} lists no file under {folder}/", hint="build the bundle again")
-        for name in names:
-            self._checked(name)
 
     def _checked(self, name: str) -> Path:
         path = resolve_inside(self.path, name)
@@ -159,6 +168,14 @@ def open_bundle(path: Path | str) -> Bundle:
         with suppress(PlanError, UnsupportedError):
             _check_backend(directory, entry)
     return bundle
+
+
+def _check_expansion(archive: zipfile.ZipFile) -> None:
+    """Raise ValueError for an archive that would fill the memory: a few megabytes of it may hold gigabytes."""
+    entries = archive.infolist()
+    size, compressed = sum(entry.file_size for entry in entries), sum(entry.compress_size for entry in entries)
+    if size > _MAX_EXPANSION * compressed + _EXPANSION_MARGIN_BYTES:
+        raise ValueError(f"its {compressed} bytes expand to {size}")
 
 
 def _follow_links(path: Path) -> Path:

@@ -55,12 +55,22 @@ class HastenError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = one_line(message)
         self.hint = hint
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+def one_line(message: str) -> str:
+    """Return a message as one printable line: it may quote a stranger's file, whose escapes a terminal would obey."""
+    if message.isprintable():
+        return message
+    return "".join(
+        char if char.isprintable() else " " if char.isspace() else char.encode("unicode_escape").decode()
+        for char in message
+    )
 
 
 class PlanError(HastenError):
@@ -145,6 +155,16 @@ def missing_package(package: str, needed_for: str, extra: str | None = None) -> 
     """Return the error for an optional library that is not installed, worded the same everywhere."""
     command = f"pip install 'hasten[{extra}]'" if extra else f"pip install {package}"
     return UnsupportedError(f"{needed_for} needs the package '{package}', which is not installed", hint=command)
+
+
+@contextmanager
+def translate_mismatch(problem: str) -> Iterator[None]:
+    """Raise BundleError for what happens when files of a bundle, each of them valid, contradict each other."""
+    try:
+        yield
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError, StopIteration) as error:
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise BundleError(f"{problem}: {reason}", hint="build the bundle again") from error
 
 
 @contextmanager

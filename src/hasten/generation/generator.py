@@ -9,7 +9,7 @@ from typing import Any
 
 from hasten.backends import BACKENDS, Artifact, Decoder, RunOptions, SupportsDecoding
 from hasten.bundle import Bundle
-from hasten.core.errors import InputError, StageError, UnsupportedError
+from hasten.core.errors import InputError, StageError, UnsupportedError, translate_mismatch
 from hasten.core.generation_types import GenerationSpec, SamplingParams
 from hasten.core.system.closing import Closing
 from hasten.core.text.tokenizer import Tokenizer
@@ -121,7 +121,8 @@ class Generator(Closing):
     def _step(self) -> None:
         with self._lock:
             try:
-                self._scheduler.step()
+                with translate_mismatch("the model does not fit its bundle"):
+                    self._scheduler.step()
             except BaseException:
                 # After an interrupted step the content of the slots is unknown.
                 self._scheduler.clear()
@@ -157,7 +158,8 @@ def open_decoder(artifact: Artifact, options: RunOptions, slots: int) -> Decoder
     backend = BACKENDS.get(artifact.variant.backend)
     if not isinstance(backend, SupportsDecoding):
         raise UnsupportedError(f"the backend '{artifact.variant.backend}' does not support text generation")
-    return backend.open_decoder(artifact, options, slots)
+    with translate_mismatch(f"{artifact.variant} does not fit its bundle"):
+        return backend.open_decoder(artifact, options, slots)
 
 
 def _check_finished(sequence: TextSequence) -> None:

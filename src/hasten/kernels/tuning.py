@@ -1,19 +1,20 @@
 """Tuning results for one GPU: the GEMM algorithm per shape, and the small-batch threshold.
 
 A bundle contains the results of the machine that built it; for another GPU or other library versions, the cache may
-have results. Without either, the libraries' defaults are used: nothing is measured when a model is loaded.
+have results. They only choose between what the libraries and our kernels offer here: a bundle from a stranger can make
+a GEMM slow, but not make it read or write other memory. Without either, the libraries' defaults are used: nothing is
+measured when a model is loaded.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -30,12 +31,13 @@ from hasten.kernels.cuda.graph_exec import GraphExec, capture_graph
 from hasten.kernels.cuda.packed_buckets import Bucket, round_up
 from hasten.kernels.cuda.replay import gc_paused
 from hasten.kernels.encoder import Encoder
-from hasten.kernels.gemm.cublaslt import ALGORITHM_BYTES, CublasLtGemms, GemmShape, library_version
+from hasten.kernels.gemm.cublaslt import MAX_CANDIDATES, CublasLtGemms, GemmShape, library_version
 from hasten.kernels.gemm.dispatch import BACKEND_NAME
 from hasten.kernels.packing import MAX_TOKENS, pack, unpack
 
 FILE = "tuning.json"
-_ALGORITHM = re.compile(f"[0-9a-f]{{{2 * ALGORITHM_BYTES}}}")
+# The number of a cuBLASLt candidate.
+Candidate = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CANDIDATES)]
 _LAUNCHES, _REPLAYS = 8, 5
 
 
@@ -45,8 +47,8 @@ class Tuning:
 
     environment: str
     small_batch_max_tokens: int
-    # In half precision a cuBLASLt algorithm in hexadecimal digits, in 8 bits the name of a GEMM backend.
-    gemms: tuple[tuple[GemmShape, str], ...]
+    # In half precision the number of a cuBLASLt candidate, in 8 bits the name of a GEMM backend.
+    gemms: tuple[tuple[GemmShape, Candidate | str], ...]
 
     def apply(self, encoder: Encoder, cublaslt: CublasLtGemms) -> None:
         """Make the encoder use these choices."""
@@ -94,7 +96,7 @@ def tune(encoder: Encoder, cublaslt: CublasLtGemms, max_batch_tokens: int = MAX_
         gemms = {
             shape: encoder.gemm_dispatch.fastest(shape, measure_seconds)
             if shape.input_dtype
-            else cublaslt.fastest(shape, measure_seconds).hex()
+            else cublaslt.fastest(shape, measure_seconds)
             for shape in shapes
         }
         # The small-batch kernels are compared with the tuned GEMMs.
@@ -103,9 +105,9 @@ def tune(encoder: Encoder, cublaslt: CublasLtGemms, max_batch_tokens: int = MAX_
     return Tuning(environment(cublaslt), small_batch_max_tokens, tuple(gemms.items()))
 
 
-def _choose(encoder: Encoder, cublaslt: CublasLtGemms, gemms: Mapping[GemmShape, str]) -> None:
-    cublaslt.choose({shape: bytes.fromhex(algorithm) for shape, algorithm in gemms.items() if not shape.input_dtype})
-    encoder.gemm_dispatch.choose({shape: backend for shape, backend in gemms.items() if shape.input_dtype})
+def _choose(encoder: Encoder, cublaslt: CublasLtGemms, gemms: Mapping[GemmShape, int | str]) -> None:
+    cublaslt.choose({shape: choice for shape, choice in gemms.items() if isinstance(choice, int)})
+    encoder.gemm_dispatch.choose({shape: choice for shape, choice in gemms.items() if isinstance(choice, str)})
 
 
 def bucket_sizes(max_batch_tokens: int) -> list[int]:
@@ -153,8 +155,9 @@ def _read(file: Path) -> Tuning | None:
         tuning = msgspec.json.decode(file.read_bytes(), type=Tuning)
     except (OSError, ValueError):  # msgspec's errors are ValueErrors
         return None
-    # The library reads a fixed number of bytes, so shorter algorithms must not reach it.
     is_valid = all(
-        (BACKEND_NAME if shape.input_dtype else _ALGORITHM).fullmatch(choice) for shape, choice in tuning.gemms
+        isinstance(choice, str) == bool(shape.input_dtype)
+        and (isinstance(choice, int) or BACKEND_NAME.fullmatch(choice))
+        for shape, choice in tuning.gemms
     )
     return tuning if is_valid else None

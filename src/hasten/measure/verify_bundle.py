@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from hasten.backends import Artifact, RunOptions
 from hasten.bundle import Bundle
+from hasten.core.errors import translate_mismatch
 from hasten.core.plan import Gate
 from hasten.core.progress import Progress
 from hasten.core.report import Candidate, Status, Verdict
@@ -75,14 +76,17 @@ def verify_bundle(
         manifest.gate.metric if gate.metric is None else gate.metric,
     )
     verification = Verification(bundle, merged, RunOptions(threads), progress, rows, gate)
-    judge = family_of_bundle(bundle).judge(verification)
+    mismatch = f"the parts of {bundle.path} do not fit together"
+    with translate_mismatch(mismatch):
+        judge = family_of_bundle(bundle).judge(verification)
     candidates = list(judge.preliminary)
     for entry in [bundle.entry(name) for name in names] or manifest.variants:
         support = probe(entry)
         if not support.ok and not names:
             candidates.append(Candidate(entry.name, Status.UNAVAILABLE, support.reason))
             continue
-        candidates.append(to_candidate(judge(require_variant(bundle, entry))))
+        with translate_mismatch(mismatch):
+            candidates.append(to_candidate(judge(require_variant(bundle, entry))))
     return candidates
 
 

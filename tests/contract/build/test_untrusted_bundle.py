@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 
 import hasten
+from hasten.backends import BACKENDS, Artifact, RunOptions
 from hasten.bundle.manifest import read_manifest, sha256
-from hasten.core.errors import BundleError
+from hasten.core.errors import BundleError, StageError
+from hasten.core.tensors import Signature
+from hasten.core.variant import Variant
+from hasten.measure.bench import BenchWorker
 
 FILE = "module.pt"
 
@@ -58,3 +62,16 @@ def test_variant_of_a_backend_that_unpickles_is_rejected(malicious: Path, comman
     assert done.returncode == BundleError.exit_code
     assert "which a bundle cannot store" in " ".join(done.stderr.split())
     assert not (malicious.parent / "code-ran").exists()
+
+
+@pytest.mark.parametrize("backend", ["torch", "inductor"])
+def test_only_modules_that_this_build_saved_are_unpickled(backend: str, tmp_path: Path) -> None:
+    """A benchmark process loads pickled modules by a secret name, which no bundle and no download can have."""
+    (tmp_path / FILE).write_bytes(pickle.dumps(TouchesFile(tmp_path / "code-ran")))
+    artifact = Artifact(Variant.parse(f"{backend}-fp32"), Signature((), (), 8), tmp_path, {"model": FILE})
+    with pytest.raises(StageError, match="was not saved by this build"):
+        BACKENDS.get(backend).open(artifact, RunOptions(1))
+    if backend == "torch":
+        with pytest.raises(StageError, match="was not saved by this build"):
+            BenchWorker(artifact, 1, (sys.executable, "-m", "hasten.measure.bench_worker"))
+    assert not (tmp_path / "code-ran").exists()

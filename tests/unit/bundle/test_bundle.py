@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import io
 import stat
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
@@ -173,6 +174,14 @@ def test_extra_file_is_rejected(bundle: Bundle) -> None:
         bundle.check()
 
 
+@pytest.mark.parametrize(("name", "use"), [("graph/x", "graph"), ("variants/onnxruntime-int8/x", "variant")])
+def test_file_without_a_hash_is_rejected_before_a_runtime_opens_the_folder(bundle: Bundle, name: str, use: str) -> None:
+    """A graph may name it as its weights."""
+    (bundle.path / name).write_bytes(b"weights")
+    with pytest.raises(BundleError, match=f"has a file that its manifest does not list: {name}"):
+        bundle.graph() if use == "graph" else bundle.artifact(bundle.chosen)
+
+
 @pytest.mark.parametrize("target", ["/etc", "/nowhere"])
 def test_extra_link_is_rejected(bundle: Bundle, target: str) -> None:
     (bundle.path / "graph/more").symlink_to(target)
@@ -196,7 +205,20 @@ def saved(save: Callable[[io.BytesIO], object]) -> bytes:
 PICKLED = saved(lambda stream: np.savez(stream, logits=np.array([{"a": 1}], object)))
 SOUND = saved(lambda stream: np.savez(stream, logits=np.ones(100)))
 
+
+def oversized(shape: tuple[int, ...], size: int) -> bytes:
+    """Return an archive whose array declares a shape and has this many bytes, all of them zero."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("logits.npy", "w") as entry:
+        np.lib.format.write_array_header_1_0(entry, {"descr": "<f4", "fortran_order": False, "shape": shape})
+        for _ in range(size // 2**20):
+            entry.write(bytes(2**20))
+    return stream.getvalue()
+
+
 FORGED = {
+    "zip bomb": ("reference/outputs.npz", oversized((2**24,), 2**26)),
+    "huge array": ("reference/outputs.npz", oversized((2**44,), 2**20)),
     "pickled array": ("reference/outputs.npz", PICKLED),
     "bare pickle": ("reference/outputs.npz", b"\x80\x04N."),
     "no archive": ("reference/outputs.npz", b"anything"),

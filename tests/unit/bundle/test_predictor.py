@@ -12,7 +12,7 @@ import pytest
 from hasten.api import load
 from hasten.backends import RunOptions
 from hasten.bundle import Bundle, Manifest
-from hasten.core.errors import InputError, PlanError, UnsupportedError
+from hasten.core.errors import BundleError, InputError, PlanError, UnsupportedError
 from hasten.core.tensors import Batch, Outputs
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.predictor import Predictor, first_runnable_variant, open_predictor
@@ -153,7 +153,7 @@ def test_error_in_one_thread_releases_the_lock(
     make_predictor: MakePredictor, embedder: TaskSpec, expected_answer: Answer
 ) -> None:
     predictor = make_predictor(embedder, lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(BundleError, match="does not fit its task, sentence-similarity: ZeroDivisionError"):
         predictor("a")
     predictor.session.answer = expected_answer  # type: ignore[attr-defined]
     assert predictor("a") is not None
@@ -233,6 +233,19 @@ def test_load_needs_only_the_bundle(toy: str, bundle_of: Callable[..., Bundle]) 
         assert predictor.spec == bundle.manifest.task
         assert predictor.task is TASKS.get("text-classification")
         assert [answer["label"] for answer in predictor(["a", "a b", "a b c"])] == ["bad", "fair", "good"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("toy")
+def test_plugin_must_declare_that_bundles_may_store_its_variants(
+    tmp_path: Path, bundle_of: Callable[..., Bundle]
+) -> None:
+    """A plug-in that says nothing may read its files by unpickling."""
+    plugin = tmp_path / "site" / "hasten_toy_backend.py"
+    plugin.write_text(TOY.replace("    is_stored = True\n", "").replace("hastentoy", "silent"))
+    entry_points = tmp_path / "site" / "hasten_toy-1.0.dist-info" / "entry_points.txt"
+    entry_points.write_text("[hasten.backends]\nsilent = hasten_toy_backend:BACKEND\n")
+    with pytest.raises(BundleError, match="of the backend 'silent', which a bundle cannot store"):
+        load(bundle_of("silent-fp32").path)
 
 
 def test_load_opens_a_variant_by_name(toy: str, bundle_of: Callable[..., Bundle]) -> None:

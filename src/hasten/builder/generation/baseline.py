@@ -101,7 +101,9 @@ class ModuleDecoder:
         kind = getattr(transformers, AUTO_CLASSES[request.graphs[_TASK]])
         self._device = request.variant.device
         with quiet_libraries():
-            self._module = kind.from_pretrained(request.directory, dtype=torch.float32).eval().to(self._device)
+            # Without the option, transformers would ask on stdin, which is the benchmark's.
+            module = kind.from_pretrained(request.directory, dtype=torch.float32, trust_remote_code=False)
+            self._module = module.eval().to(self._device)
         self._input_name = "input_ids"
         self._encoder_feeds: dict[str, Any] = {}
 

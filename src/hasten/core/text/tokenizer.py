@@ -80,10 +80,18 @@ class Tokenizer:
     @classmethod
     def open(cls, file: Path, spec: TokenizerSpec) -> Tokenizer:
         """Load a `tokenizer.json`."""
+        if unknown := set(spec.inputs) - set(_COLUMNS):
+            raise BundleError(f"{file} cannot feed the inputs {', '.join(sorted(unknown))}")
         try:
-            return cls(FastTokenizer.from_file(str(file)), spec)
-        except Exception as error:  # the library raises bare Exception for every kind of damage
+            tokenizer = cls(FastTokenizer.from_file(str(file)), spec)
+            # A file may be damaged where only a text shows it.
+            tokenizer._backend.encode("a")
+        except BaseException as error:
+            # The library raises bare Exception for every kind of damage, and its panics are not even that.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise BundleError(f"{file} is not a tokenizer: {error}") from error
+        return tokenizer
 
     def encode(self, texts: Sequence[str | tuple[str, str]], *, is_traced: bool = False) -> Tokens:
         """Return one row per text or pair of texts.

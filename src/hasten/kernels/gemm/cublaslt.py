@@ -1,13 +1,14 @@
 """GEMMs by cuBLASLt with fused epilogues, and with algorithms of our choice.
 
 PyTorch uses the first algorithm of the library's heuristic for a shape. Here the candidates can be timed once, and the
-fastest be used from then on. The library is the one that PyTorch has loaded.
+fastest be used from then on. It is named by its position among the candidates: the library runs only algorithms that
+its own heuristic has just returned, never bytes from a file. The library is the one that PyTorch has loaded.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from hasten.kernels.ops.quantize import INT8, ActivationQuant
 
 # As the library's documentation recommends for Hopper.
 _WORKSPACE_BYTES = 32 * 2**20
-_MAX_CANDIDATES = 64
+MAX_CANDIDATES = 64
 # Constants of the library's header.
 _COMPUTE_FP32, _FP32 = 68, 0
 _DATA_TYPES = {torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
@@ -29,7 +30,7 @@ _INPUT_SCALE_POINTERS, _OUTPUT_SCALE_POINTER, _FAST_ACCUM, _BIAS_DATA_TYPE = (17
 _TRANSPOSED = 1
 _MAX_WORKSPACE = 1
 _NO_EPILOGUE, _BIAS, _GELU_BIAS = 1, 4, 36
-ALGORITHM_BYTES = 64
+_ALGORITHM_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class GemmOperands:
 
 class _HeuristicResult(ctypes.Structure):
     _fields_ = (
-        ("algorithm", c_uint64 * (ALGORITHM_BYTES // 8)),
+        ("algorithm", c_uint64 * (_ALGORITHM_BYTES // 8)),
         ("workspace", c_size_t),
         ("state", c_int),
         ("waves", c_float),
@@ -79,7 +80,7 @@ class CublasLtGemms:
         self._call("cublasLtCreate", byref(self._handle))
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._unit_scale = torch.ones(1, dtype=torch.float32, device=device)
-        self._chosen: dict[GemmShape, bytes] = {}
+        self._chosen: dict[GemmShape, int] = {}
         self._plans: dict[GemmShape, _Plan] = {}
 
     def __call__(self, x: Any, weight: Any, bias: Any | None = None, *, has_gelu: bool = False) -> Any:
@@ -89,41 +90,42 @@ class CublasLtGemms:
             raise StageError(f"a GEMM for {self.dtype} received {x.dtype}")
         return self.run(GemmShape(rows, columns, depth, bias is not None, has_gelu), GemmOperands(x, weight, bias=bias))
 
-    def run(self, shape: GemmShape, operands: GemmOperands, algorithm: bytes = b"") -> Any:
-        """Run a GEMM with the given algorithm, or else the chosen or first one of its shape, on the current stream."""
+    def run(self, shape: GemmShape, operands: GemmOperands, candidate: int | None = None) -> Any:
+        """Run a GEMM with the given candidate, or else the chosen or first one of its shape, on the current stream."""
         plan = self._plans.get(shape)
         if plan is None:
             plan = self._plan(shape)
             try:
-                plan.algorithm = self._chosen.get(shape) or self._candidates(plan, operands)[0]
+                plan.algorithms = self._candidates(plan, operands)
             except StageError:
                 self._destroy(plan)
                 raise
             self._plans[shape] = plan
         dtype = getattr(torch, shape.output_dtype) if shape.output_dtype else self.dtype
         out = torch.empty((shape.rows, shape.columns), dtype=dtype, device=operands.x.device)
-        self._launch(plan, algorithm or plan.algorithm, operands, out)
+        index = self._chosen.get(shape, 0) if candidate is None else candidate
+        # A number from a file may exceed the candidates.
+        self._launch(plan, plan.algorithms[index if 0 <= index < len(plan.algorithms) else 0], operands, out)
         return out
 
-    def candidates(self, shape: GemmShape) -> list[bytes]:
-        """Return the library's algorithms for a GEMM, in the order of its heuristic."""
+    def candidates(self, shape: GemmShape) -> range:
+        """Return the numbers of the library's algorithms for a GEMM, in the order of its heuristic."""
         plan = self._plan(shape)
         try:
-            return self._candidates(plan, random_operands(shape, self.dtype, self._workspace.device))
+            return range(len(self._candidates(plan, random_operands(shape, self.dtype, self._workspace.device))))
         finally:
             self._destroy(plan)
 
-    def choose(self, algorithms: Mapping[GemmShape, bytes]) -> None:
-        """Use these algorithms from now on, and the library's first candidate for other shapes."""
-        self._chosen = dict(algorithms)
-        self._destroy_plans()
+    def choose(self, candidates: Mapping[GemmShape, int]) -> None:
+        """Use these candidates from now on, and the library's first one for other shapes."""
+        self._chosen = dict(candidates)
 
-    def fastest(self, shape: GemmShape, measure_seconds: Callable[[Callable[[], Any]], float]) -> bytes:
+    def fastest(self, shape: GemmShape, measure_seconds: Callable[[Callable[[], Any]], float]) -> int:
         """Return the candidate that takes the fewest seconds on random operands."""
         operands = random_operands(shape, self.dtype, self._workspace.device)
         return min(
             self.candidates(shape),
-            key=lambda algorithm: measure_seconds(partial(self.run, shape, operands, algorithm)),
+            key=lambda candidate: measure_seconds(partial(self.run, shape, operands, candidate)),
         )
 
     def close(self) -> None:
@@ -137,13 +139,13 @@ class CublasLtGemms:
         # The candidates may depend on the pointers.
         self._set_pointers(plan, operands)
         preference, count = c_void_p(), c_int()
-        results = (_HeuristicResult * _MAX_CANDIDATES)()
+        results = (_HeuristicResult * MAX_CANDIDATES)()
         size = c_size_t(_WORKSPACE_BYTES)
         self._call("cublasLtMatmulPreferenceCreate", byref(preference))
         self._call("cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, byref(size), c_size_t(8))
         self._call(
             "cublasLtMatmulAlgoGetHeuristic", self._handle, plan.descriptor, plan.weight, plan.x, plan.addend, plan.out,
-            preference, _MAX_CANDIDATES, results, byref(count),
+            preference, MAX_CANDIDATES, results, byref(count),
         )  # fmt: skip
         self._call("cublasLtMatmulPreferenceDestroy", preference)
         candidates = [bytes(result.algorithm) for result in results[: count.value] if result.state == 0]
@@ -220,14 +222,14 @@ class CublasLtGemms:
 
 @dataclass(slots=True)
 class _Plan:
-    """The library's descriptors of one GEMM, and its algorithm."""
+    """The library's descriptors of one GEMM, and its candidate algorithms."""
 
     descriptor: c_void_p
     weight: c_void_p
     x: c_void_p
     addend: c_void_p
     out: c_void_p
-    algorithm: bytes = b""
+    algorithms: Sequence[bytes] = ()
 
 
 def random_operands(shape: GemmShape, dtype: Any, device: Any) -> GemmOperands:

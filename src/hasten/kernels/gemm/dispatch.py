@@ -1,7 +1,7 @@
 """Dispatch 8-bit GEMMs to cuBLASLt, `torch._scaled_mm` or our Triton kernel, whichever tuning found fastest.
 
-A GEMM backend has a name that tuning stores: `cublaslt` with an algorithm in hexadecimal digits, `torch`, or `triton`
-with a tile configuration. The epilogue (GELU, quantization) is part of the backend, since some can fuse it.
+A GEMM backend has a name that tuning stores: `cublaslt` with the number of a candidate, `torch`, or `triton` with one
+of our tile configurations. The epilogue (GELU, quantization) is part of the backend, since some can fuse it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from hasten.core.errors import StageError
-from hasten.kernels.gemm.cublaslt import ALGORITHM_BYTES, CublasLtGemms, GemmOperands, GemmShape, random_operands
+from hasten.kernels.gemm.cublaslt import CublasLtGemms, GemmOperands, GemmShape, random_operands
 from hasten.kernels.ops.activation import TANH, activate
 from hasten.kernels.ops.gemm import DEFAULT_TILES, TILE_CONFIGS, TileConfig, gemm
 from hasten.kernels.ops.quantize import FP8
 
 CUBLASLT, TORCH, TRITON = "cublaslt", "torch", "triton"
-BACKEND_NAME = re.compile(rf"{CUBLASLT}( [0-9a-f]{{{2 * ALGORITHM_BYTES}}})?|{TORCH}|{TRITON}( \d+(x\d+){{4}})?")
+BACKEND_NAME = re.compile(rf"{CUBLASLT}( \d\d?)?|{TORCH}|{TRITON}( ({'|'.join(map(str, TILE_CONFIGS))}))?", re.ASCII)
 
 
 class GemmDispatch:
@@ -60,10 +60,10 @@ class GemmDispatch:
         if shape.input_dtype != _dtype_name(FP8) or self._cublaslt is None:
             return triton
         try:
-            algorithms = self._cublaslt.candidates(self._cublaslt_shape(shape))
+            candidates = self._cublaslt.candidates(self._cublaslt_shape(shape))
         except StageError:
             return [TORCH, *triton] if _fallback(shape) == TORCH else triton
-        return [*(f"{CUBLASLT} {algorithm.hex()}" for algorithm in algorithms), *triton]
+        return [*(f"{CUBLASLT} {candidate}" for candidate in candidates), *triton]
 
     def fastest(self, shape: GemmShape, measure_seconds: Callable[[Callable[[], Any]], float]) -> str:
         """Return the backend that takes the fewest seconds on random operands."""
@@ -93,7 +93,7 @@ class GemmDispatch:
         assert self._cublaslt is not None
         fused = self._cublaslt_shape(shape)
         fused_operands = operands if fused.output_dtype else replace(operands, quant=None)
-        y = self._cublaslt.run(fused, fused_operands, bytes.fromhex(detail))
+        y = self._cublaslt.run(fused, fused_operands, int(detail) if detail else None)
         return y if gelu_kind is None or fused.has_gelu else activate(y, gelu_kind, operands.quant)
 
     def _cublaslt_shape(self, shape: GemmShape) -> GemmShape:
