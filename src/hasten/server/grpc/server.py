@@ -36,7 +36,8 @@ from hasten.server.protocols.oip_http import EXTENSIONS
 
 logger = logging.getLogger("hasten")
 
-_OPEN_METHODS = ("ServerLive", "ServerReady", "ModelReady")
+# Not ModelReady, whose answer depends on whether a model exists.
+_OPEN_METHODS = ("ServerLive", "ServerReady")
 # Methods of tritonserver that its clients may call.
 _UNSUPPORTED_METHODS = (
     "ModelConfig",
@@ -278,6 +279,7 @@ class _Service:
             oip.reject_parameters(tensor.name, tensor.parameters)
         outputs = tuple(output.name for output in request.outputs)
         on_text_delta = call.add if call.method == STREAM else None
+        oip.check_items(model, request.inputs)
         inference = oip.Inference(calls.tensors_of(request), outputs, parameters)
         call.cancel = oip.infer(model, inference, call.finish, on_text_delta)
 

@@ -131,9 +131,10 @@ class GenerativeModel(Model):
             raise InputError("there is no prompt")
         if count > self.settings.max_client_batch_size:
             raise TooLargeError(f"{count} texts are more than {self.settings.max_client_batch_size}")
+        # Before the request is queued, with all its prompts.
+        self.check_characters(prompts, self.settings.max_request_tokens)
 
         def read() -> list[GenerationJob]:
-            self.check_characters(prompts)
             tokenized = [read_prompt(prompt, self.generation, self.tokenizer) for prompt in prompts]
             self.check_tokens(len(samplings) * sum(len(prompt.ids) for prompt in tokenized))
             return [GenerationJob(prompt, sampling) for prompt in tokenized for sampling in samplings]

@@ -109,6 +109,7 @@ def infer(call: HttpCall) -> None:
         else:
             call.done(response, stats)
 
+    oip.check_items(model, request.inputs)
     inference = Inference(_tensors(request.inputs, tail), outputs, request.parameters)
     call.exchange.on_close = oip.infer(model, inference, done)
 
