@@ -143,7 +143,7 @@ def test_limits_are_enforced(classifier_bundle: Bundle, tmp_path: Path) -> None:
             for client in idle:
                 assert client.recv(1) == b""  # closed, a second later
             slow = opened.enter_context(connect())
-            slow.sendall(b"POST /predict HTTP/1.1\r\n")
+            slow.sendall(b"POST /predict HTTP/1.1\r\nhost: x\r\n")
             assert slow.recv(2**16).startswith(b"HTTP/1.1 408")  # a third of a second later
         assert predict(server, port=port) == 200
 

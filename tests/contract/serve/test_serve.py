@@ -169,7 +169,7 @@ def test_invalid_requests_are_rejected_with_reason(
 
 
 def test_invalid_http_is_rejected_and_server_survives(server: Server) -> None:
-    for sent in (b"\x16\x03\x01nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 400 + b"\r\n"):
+    for sent in (b"\x16\x03\x01nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 400 + b"\r\n"):
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
             raw.sendall(sent)
             assert raw.recv(100).startswith(b"HTTP/1.1 4")

@@ -179,10 +179,10 @@ class Connection(asyncio.Protocol):
         if not self._accepts_input:
             return
         parser, headers = self._parser, self._parser.partial.headers
-        if declared_bytes(headers) > self._server.limits.body_bytes:
+        if fault := parser.partial.fault(is_http10=parser.is_http10):
+            self._reject(error_response(InputError(fault)))
+        elif declared_bytes(headers) > self._server.limits.body_bytes:
             self._reject_large_body()
-        elif headers.get("transfer-encoding", "chunked").lower() != "chunked":
-            self._reject(error_response(InputError("unsupported transfer-encoding: only 'chunked' is supported")))
         elif has_large_body(headers) and (rejection := self._server.reject_early(parser.method, parser.path, headers)):
             self._reject(rejection)
         elif "expect" in headers and not parser.is_http10:
