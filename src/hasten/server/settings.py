@@ -177,6 +177,9 @@ class Settings:
     api_key_file: Annotated[Path | None, _file("file of API keys, one per line (or HASTEN_API_KEYS)", _SECURITY)] = None
     tls_cert: Annotated[Path | None, _file("TLS certificate for HTTPS and gRPC, as PEM", _SECURITY)] = None
     tls_key: Annotated[Path | None, _file("private key of the TLS certificate, as PEM", _SECURITY)] = None
+    tls_client_ca: Annotated[
+        Path | None, _file("require client certificates that are signed by these, as PEM", _SECURITY)
+    ] = None
 
     drain_timeout: Annotated[float, _duration("time to answer open requests on shutdown", _OPERATION)] = 30.0
     reload_interval: Annotated[
