@@ -79,9 +79,8 @@ def get(path: str, *headers: str, version: str = "1.1") -> bytes:
 
 def post(path: str, body: bytes, *headers: str) -> bytes:
     """Return a POST request."""
-    return (
-        "\r\n".join([f"POST {path} HTTP/1.1", f"content-length: {len(body)}", *headers]).encode() + b"\r\n\r\n" + body
-    )
+    head = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}", *headers]
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
 
 
 def receive_all(client: socket.socket) -> bytes:

@@ -36,7 +36,6 @@ PROTOCOLS: tuple[Sequence[Route], ...] = (
 
 # Parsing a larger body on the event loop would delay other requests noticeably.
 _LARGE_BYTES = 2**16
-_READERS = 2
 
 
 class App:
@@ -60,7 +59,8 @@ class App:
         self._listeners = (metrics.on_request, *listeners)
         self._stall_timeout_s = stall_timeout_s
         self._on_close = on_close
-        self._readers = ThreadPoolExecutor(_READERS, "read")
+        # One thread: decoding holds the interpreter lock, so a second would only delay the event loop.
+        self._reader = ThreadPoolExecutor(1, "read")
         self._router = Router([route for routes in PROTOCOLS for route in routes] + health.routes(self))
         self.routes = self._router.routes
 
@@ -72,7 +72,7 @@ class App:
     def __call__(self, exchange: Exchange) -> None:
         exchange.watch = self.watch
         if len(exchange.body) > _LARGE_BYTES or "content-encoding" in exchange.headers:
-            self._readers.submit(self._read, exchange)
+            self._reader.submit(self._read, exchange)
         else:
             self._answer(exchange)
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol, get_type_hints
 import msgspec
 
 from hasten.core.version import __version__
+from hasten.server.auth import ApiKeys
 from hasten.server.http.exchange import BINARY, JSON, TEXT, ErrorBody, Response
 from hasten.server.http.stream import EVENTS
 from hasten.server.protocols.routes import HttpCall, Route, run_in_thread
@@ -22,6 +23,7 @@ class ServerStatus(Protocol):
 
     metrics: Metrics
     routes: tuple[Route, ...]
+    keys: ApiKeys
     # Whether all models are loaded and the server is not shutting down.
     is_ready: bool
 
@@ -43,7 +45,7 @@ def routes(server: ServerStatus) -> list[Route]:
         run_in_thread(call, lambda: Response(200, server.metrics.render(), server.metrics.content_type))
 
     def openapi_json(call: HttpCall) -> None:
-        call.exchange.reply(Response.json(openapi(server.routes)))
+        call.exchange.reply(Response.json(openapi(server.routes, needs_key=bool(server.keys))))
 
     def docs(call: HttpCall) -> None:
         call.exchange.reply(Response(200, docs_page(server.routes).encode(), "text/html; charset=utf-8"))
@@ -59,13 +61,14 @@ def routes(server: ServerStatus) -> list[Route]:
     ]
 
 
+_BEARER = "apiKey"
 # Error statuses of all routes, of those with a body, and of those that call or change a model.
 _ANY_ROUTE = {401: "missing or unknown API key", 404: "no such route or model", 503: "not ready or shutting down"}
 _WITH_BODY = {400: "invalid request", 408: "request not received in time", 413: "too large", 429: "overloaded"}
 _WITH_MODEL = {500: "internal server error", 501: "not supported on this machine", 504: "deadline exceeded"}
 
 
-def openapi(routes: tuple[Route, ...]) -> dict[str, Any]:
+def openapi(routes: tuple[Route, ...], *, needs_key: bool = False) -> dict[str, Any]:
     """Return the OpenAPI document, derived from the routes and the types they read and write."""
     error_types = {route: get_type_hints(route.error_body)["return"] for route in routes}
     body_types = [kind for route in routes for kind in (route.body, route.answer) if kind is not None]
@@ -89,6 +92,8 @@ def openapi(routes: tuple[Route, ...]) -> dict[str, Any]:
         for status, description in _error_statuses(route).items():
             forms = {**errors, **({TEXT: {"type": "string"}} if route.is_open else {})}
             operation["responses"][str(status)] = {"description": description, "content": _content(forms)}
+        if needs_key and route.is_open:
+            operation["security"] = []
         names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
         if names:
             operation["parameters"] = [
@@ -98,11 +103,13 @@ def openapi(routes: tuple[Route, ...]) -> dict[str, Any]:
             bodies = {form: by_type[str(route.body)] if form != BINARY else {} for form in route.forms}
             operation["requestBody"] = {"required": True, "content": _content(bodies)}
         paths.setdefault(route.path, {})[route.method.lower()] = operation
+    schemes = {"securitySchemes": {_BEARER: {"type": "http", "scheme": "bearer"}}} if needs_key else {}
     return {
         "openapi": "3.1.0",
         "info": {"title": "hasten", "version": __version__},
         "paths": paths,
-        "components": {"schemas": components},
+        "components": {"schemas": components, **schemes},
+        **({"security": [{_BEARER: []}]} if needs_key else {}),
     }
 
 

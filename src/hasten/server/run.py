@@ -9,7 +9,6 @@ import ipaddress
 import logging
 import os
 import signal
-import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,6 +34,7 @@ from hasten.server.settings import Settings, find_bundles, unknown_variables
 from hasten.server.telemetry import logs
 from hasten.server.telemetry.metrics import Metrics
 from hasten.server.telemetry.tracing import Tracer, is_configured
+from hasten.server.tls import Tls, TlsFiles
 
 logger = logging.getLogger("hasten")
 
@@ -136,6 +136,8 @@ class _Process:
         self._connections = HttpState(app, http_limits(settings), app.refusal, app.watch)
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        files = TlsFiles.of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        self._tls = None if files is None else Tls(files)
         self._is_loading = True
         self._reloading = 0
 
@@ -143,14 +145,13 @@ class _Process:
         settings, loop = self._settings, asyncio.get_running_loop()
         self._app.models.expect(bundle_paths(settings))
         changes = ReloadWatcher(self._app.models, lambda: bundle_paths(settings))
-        certificate = _tls(settings)
-        server = await self._listen(certificate)
+        server = await self._listen()
         host, port = server.sockets[0].getsockname()[:2]
         grpc = self._grpc(port)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)
         loop.add_signal_handler(signal.SIGHUP, lambda: self._start_task(self._reload_all(changes)))
-        scheme = "http" if certificate is None else "https"
+        scheme = "http" if self._tls is None else "https"
         addresses = Addresses(f"{scheme}://{_bracketed(host)}:{port}", grpc and f"{_bracketed(host)}:{grpc.port}")
         logger.info("listening on %s; loading models", addresses.http)
         try:
@@ -172,7 +173,7 @@ class _Process:
             if grpc is not None:
                 grpc.stop(0)
 
-    async def _listen(self, certificate: ssl.SSLContext | None) -> asyncio.Server:
+    async def _listen(self) -> asyncio.Server:
         settings = self._settings
         try:
             return await asyncio.get_running_loop().create_server(
@@ -180,8 +181,8 @@ class _Process:
                 settings.host,
                 settings.port,
                 backlog=2048,
-                ssl=certificate,
-                ssl_handshake_timeout=None if certificate is None else settings.read_timeout,
+                ssl=None if self._tls is None else self._tls.context,
+                ssl_handshake_timeout=None if self._tls is None else settings.read_timeout,
             )
         except OSError as error:
             address = f"{_bracketed(settings.host)}:{settings.port}"
@@ -202,7 +203,7 @@ class _Process:
 
         chosen = settings.grpc_port if settings.grpc_port is not None else (port + 1 if settings.port else 0)
         address, limits = f"{_bracketed(settings.host)}:{chosen}", self._connections.limits
-        server = GrpcServer(self._app, address, limits, settings.tls_key, settings.tls_cert)
+        server = GrpcServer(self._app, address, limits, self._tls)
         server.start()
         return server
 
@@ -219,7 +220,7 @@ class _Process:
         task.add_done_callback(self._tasks.discard)
 
     async def _reload_all(self, changes: ReloadWatcher) -> None:
-        """Reload bundles and API keys on SIGHUP."""
+        """Reload bundles, API keys and TLS certificates on SIGHUP."""
         if not self._app.is_ready:
             logger.warning("SIGHUP ignored: the server is starting or stopping")
             return
@@ -230,6 +231,13 @@ class _Process:
                 logger.error("the API keys were not reloaded: %s", error)
             else:
                 logger.info("reloaded %d API keys", len(self._app.keys))
+        if self._tls is not None:
+            try:
+                self._tls.reload()
+            except (PlanError, OSError) as error:
+                logger.error("the TLS certificate was not reloaded: %s", error)
+            else:
+                logger.info("reloaded the TLS certificate")
         if not await self._reload(changes):
             logger.info("reload: no bundle has changed")
 
@@ -303,24 +311,6 @@ def http_limits(settings: Settings) -> HttpLimits:
         connections=settings.max_connections,
         buffered_bytes=max(HttpLimits().buffered_bytes, 4 * settings.max_body),
     )
-
-
-def _tls(settings: Settings) -> ssl.SSLContext | None:
-    if settings.tls_cert is None and settings.tls_key is None:
-        return None
-    if settings.tls_cert is None or settings.tls_key is None:
-        raise PlanError("TLS needs a certificate and its key", hint="--tls-cert FILE --tls-key FILE")
-    for option, file in (("--tls-cert", settings.tls_cert), ("--tls-key", settings.tls_key)):
-        if not file.is_file():
-            raise PlanError(f"{option}: there is no file {file}")
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")  # never prompt for a password
-    except OSError as error:  # includes ssl.SSLError
-        reason = f"cannot load {settings.tls_cert} and {settings.tls_key}: {error.strerror or error}"
-        hint = "use PEM files, with the key of that certificate and without a password"
-        raise PlanError(reason, hint=hint) from error
-    return context
 
 
 def _allow_connections() -> None:

@@ -163,7 +163,7 @@ class Settings:
             _parse_factor, "N", "reject requests (429) estimated to take more than N× their unloaded latency", _LIMITS
         ),
     ] = None
-    max_body: Annotated[int, Option(_parse_size, "SIZE", "reject larger request bodies (413)", _LIMITS)] = 32 * 2**20
+    max_body: Annotated[int, Option(_parse_size, "SIZE", "reject larger request bodies (413)", _LIMITS)] = 4 * 2**20
     max_client_batch_size: Annotated[int, _count("reject requests (413) with more than N texts", _LIMITS)] = 1024
     max_request_tokens: Annotated[int, _count("reject requests (413) with more than N input tokens", _LIMITS)] = 2**18
     max_new_tokens: Annotated[int, _count("maximum number of tokens to generate per text", _LIMITS)] = 2048
@@ -177,6 +177,9 @@ class Settings:
     api_key_file: Annotated[Path | None, _file("file of API keys, one per line (or HASTEN_API_KEYS)", _SECURITY)] = None
     tls_cert: Annotated[Path | None, _file("TLS certificate for HTTPS and gRPC, as PEM", _SECURITY)] = None
     tls_key: Annotated[Path | None, _file("private key of the TLS certificate, as PEM", _SECURITY)] = None
+    tls_client_ca: Annotated[
+        Path | None, _file("require client certificates that are signed by these, as PEM", _SECURITY)
+    ] = None
 
     drain_timeout: Annotated[float, _duration("time to answer open requests on shutdown", _OPERATION)] = 30.0
     reload_interval: Annotated[

@@ -362,7 +362,7 @@ def test_tei_documents_are_ranked(server: Server) -> None:
         ("/embed", {"inputs": "a", "model": "missing"}, 404, "Validation", "model 'missing' not found"),
         ("/rerank", {"query": "one", "texts": []}, 400, "Empty", "texts is empty"),
         ("/rerank", {"query": "one"}, 422, "Tokenizer", "texts"),
-        ("/rerank", {"query": "one", "texts": ["a"] * 2000}, 413, "Validation", "2000 texts exceed the limit"),
+        ("/rerank", {"query": "one", "texts": ["a"] * 2000}, 413, "Validation", "2000 items are more than"),
         ("/rerank", {"query": "one", "texts": ["word " * 500]}, 413, "Validation", "longer than"),
     ],
 )

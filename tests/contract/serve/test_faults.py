@@ -34,7 +34,7 @@ def server(classifier: Bundle) -> Iterator[Server]:
 
 def request(body: Any, path: str = "/predict", *headers: str) -> bytes:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", f"content-length: {len(data)}", *headers]
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(data)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
 

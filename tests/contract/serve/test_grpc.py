@@ -314,6 +314,7 @@ def test_client_without_key_holds_no_thread(classifier: Bundle) -> None:
             f"{SERVICE}/ModelInfer": "UNAUTHENTICATED",
             f"{SERVICE}/ModelStreamInfer": "UNAUTHENTICATED",
             f"{SERVICE}/ModelConfig": "UNAUTHENTICATED",
+            f"{SERVICE}/ModelReady": "UNAUTHENTICATED",
             "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": "UNAUTHENTICATED",
             f"{SERVICE}/ServerLive": "CANCELLED",
             f"{health}/Check": "CANCELLED",

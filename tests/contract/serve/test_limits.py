@@ -5,10 +5,11 @@ from __future__ import annotations
 import http.client
 import importlib
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -30,9 +31,17 @@ pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return _make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def other_certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return _make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+def _make_certificate(folder: Path) -> tuple[Path, Path]:
     if shutil.which("openssl") is None:
         pytest.skip("openssl, which creates the certificate, is not installed")
-    folder = tmp_path_factory.mktemp("tls")
     pair = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
@@ -66,9 +75,85 @@ def test_tls_serves_http_and_grpc(classifier_bundle: Bundle, certificate: tuple[
         assert server.stop() == 0
 
 
+def _copy(pair: tuple[Path, Path], folder: Path) -> tuple[Path, Path]:
+    folder.mkdir(exist_ok=True)
+    cert, key = (Path(shutil.copy(file, folder)) for file in pair)
+    return cert, key
+
+
+def _peer_certificate(port: int) -> str:
+    return ssl.get_server_certificate(("127.0.0.1", port), timeout=60)
+
+
+def test_certificate_is_reloaded_without_closing_connections(
+    classifier_bundle: Bundle, certificate: tuple[Path, Path], other_certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    grpc = pytest.importorskip("grpc")
+    old, new = certificate[0].read_text(), other_certificate[0].read_text()
+    cert, key = _copy(certificate, tmp_path / "tls")
+    words = (str(classifier_bundle.path), *LEAN, "--tls-cert", str(cert), "--tls-key", str(key))
+    with Running(tmp_path, *words) as server:
+        port = server.ready().port
+        connection = server.connect(ssl.create_default_context(cafile=certificate[0]), port)
+        assert asked(connection, "/predict", BODY)[0] == 200
+        assert ssl.PEM_cert_to_DER_cert(_peer_certificate(port)) == ssl.PEM_cert_to_DER_cert(old)
+        cert.write_text("no certificate")
+        server.signal(signal.SIGHUP)
+        server.said("the TLS certificate was not reloaded")
+        assert ssl.PEM_cert_to_DER_cert(_peer_certificate(port)) == ssl.PEM_cert_to_DER_cert(old)
+        _copy(other_certificate, tmp_path / "tls")
+        server.signal(signal.SIGHUP)
+        server.said("reloaded the TLS certificate")
+        for each in (port, server.grpc_port):
+            assert ssl.PEM_cert_to_DER_cert(_peer_certificate(each)) == ssl.PEM_cert_to_DER_cert(new)
+        assert asked(connection, "/predict", BODY)[0] == 200
+        connection.close()
+        trusted = grpc.ssl_channel_credentials(other_certificate[0].read_bytes())
+        with grpc.secure_channel(f"localhost:{server.grpc_port}", trusted) as channel:
+            grpc.channel_ready_future(channel).result(60)
+        assert server.stop() == 0
+
+
+def test_client_certificates_are_required(
+    classifier_bundle: Bundle, certificate: tuple[Path, Path], other_certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    grpc = pytest.importorskip("grpc")
+    cert, key = certificate
+    words = ("--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(other_certificate[0]))
+    with Running(tmp_path, str(classifier_bundle.path), *LEAN, *words) as server:
+        port, roots = server.ready().port, cert.read_bytes()
+        context = ssl.create_default_context(cafile=cert)
+        context.load_cert_chain(*other_certificate)
+        with closing(server.connect(context, port)) as connection:
+            assert asked(connection, "/predict", BODY)[0] == 200
+        for chain in (None, certificate):
+            stranger = ssl.create_default_context(cafile=cert)
+            if chain is not None:
+                stranger.load_cert_chain(*chain)
+            with (
+                closing(server.connect(stranger, port)) as connection,
+                pytest.raises((OSError, http.client.HTTPException)),
+            ):
+                asked(connection, "/v2/health/live")
+        known = grpc.ssl_channel_credentials(
+            roots, other_certificate[1].read_bytes(), other_certificate[0].read_bytes()
+        )
+        for credentials, is_accepted in ((known, True), (grpc.ssl_channel_credentials(roots), False)):
+            with grpc.secure_channel(f"localhost:{server.grpc_port}", credentials) as channel:
+                ready = grpc.channel_ready_future(channel)
+                if is_accepted:
+                    ready.result(60)
+                else:
+                    live = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
+                    with pytest.raises(grpc.RpcError):
+                        live(b"", timeout=60)
+        assert server.stop() == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--tls-client-ca", "no.pem"], "a certificate and its key"),
         (["--tls-cert", "no.pem"], "a certificate and its key"),
         (["--tls-cert", "no.pem", "--tls-key", "no.pem"], "cannot load "),
         (["--tls-cert", "no.pem", "--tls-key", "nowhere.pem"], "--tls-key: there is no file"),
@@ -143,7 +228,7 @@ def test_limits_are_enforced(classifier_bundle: Bundle, tmp_path: Path) -> None:
             for client in idle:
                 assert client.recv(1) == b""  # closed, a second later
             slow = opened.enter_context(connect())
-            slow.sendall(b"POST /predict HTTP/1.1\r\n")
+            slow.sendall(b"POST /predict HTTP/1.1\r\nhost: x\r\n")
             assert slow.recv(2**16).startswith(b"HTTP/1.1 408")  # a third of a second later
         assert predict(server, port=port) == 200
 

@@ -200,7 +200,7 @@ def test_slow_client_is_dropped_after_drain_timeout(classifier_bundle: Bundle, t
     with Running(tmp_path, str(classifier_bundle.path), *QUIET, "--drain-timeout", "1s") as server:
         port = server.ready().port
         with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-            client.sendall(b"POST /predict HTTP/1.1\r\ncontent-length: 10\r\n\r\n")
+            client.sendall(b"POST /predict HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n")
             assert server.ask("/v2/health/ready", port=port)[0] == 200
             assert server.stop() == 0
         assert "not all requests were answered" in server.lines[-1]["message"]

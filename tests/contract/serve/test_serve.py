@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openapi_spec_validator
 import pytest
 
 import hasten
@@ -169,7 +170,7 @@ def test_invalid_requests_are_rejected_with_reason(
 
 
 def test_invalid_http_is_rejected_and_server_survives(server: Server) -> None:
-    for sent in (b"\x16\x03\x01nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 400 + b"\r\n"):
+    for sent in (b"\x16\x03\x01nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 400 + b"\r\n"):
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
             raw.sendall(sent)
             assert raw.recv(100).startswith(b"HTTP/1.1 4")
@@ -201,6 +202,35 @@ def test_requests_need_a_known_api_key(classifier: Bundle, tmp_path: Path) -> No
         with socket.create_connection(("127.0.0.1", started.port), timeout=20) as raw:
             raw.sendall(f"{line} HTTP/1.1\r\nhost: x\r\n{sent}\r\n\r\n".encode())
             assert raw.recv(2**16).startswith(f"HTTP/1.1 {status}".encode()), line
+    assert started.stop()[0] == 0
+
+
+def test_unauthorized_answers_do_not_depend_on_models(classifier: Bundle) -> None:
+    started = Server(str(classifier.path), "--no-grpc", HASTEN_API_KEYS="secret")
+    document = json.loads(started.ask("GET", "/openapi.json", Authorization="Bearer secret")[2])
+    assert document["components"]["securitySchemes"] == {"apiKey": {"type": "http", "scheme": "bearer"}}
+    assert document["security"] == [{"apiKey": []}]
+    openapi_spec_validator.validate(document)
+    open_paths = set()
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            answers = [
+                (status, content)
+                for model in (classifier.path.name, "absent")
+                for body in (None, {"model": model}, {"model": model, "inputs": "a" * 100_000})
+                for status, _, content in [
+                    started.ask(
+                        method.upper(), path.format(model=model, version="1"), body if method == "post" else None
+                    )
+                ]
+            ]
+            is_open = operation.get("security") == []
+            open_paths |= {path} if is_open else set()
+            assert {status for status, _ in answers} == ({200} if is_open else {401}), (method, path, answers)
+            assert len(set(answers)) == 1, (method, path, answers)
+    assert open_paths == {"/v2/health/live", "/v2/health/ready", "/health"}
+    for path in ("/v2/models/classifier/nothing", "/v2/models/absent/nothing"):
+        assert started.ask("GET", path)[0] == 404
     assert started.stop()[0] == 0
 
 

@@ -36,7 +36,8 @@ def test_oversized_body_gets_413_before_close(http_servers: Callable[..., Contro
         assert statuses(receive_all(client)) == [413]
     with http_server.connect() as client:
         client.sendall(
-            b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n" + (b"8000\r\n" + b"x" * 2**15 + b"\r\n") * 9
+            b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+            + (b"8000\r\n" + b"x" * 2**15 + b"\r\n") * 9
         )
         assert statuses(receive_all(client)) == [413]
     assert http_server.exchanges == []
@@ -46,7 +47,9 @@ def test_large_body_is_not_read_from_unauthorized_client(http_server: Controlled
     for headers in (["content-length: 1000000"], ["transfer-encoding: chunked"]):
         expecting = ["expect: 100-continue", "x-request-id: mine"]
         with http_server.connect() as client:
-            client.sendall("\r\n".join(["POST /guarded HTTP/1.1", *headers, *expecting]).encode() + b"\r\n\r\n")
+            client.sendall(
+                "\r\n".join(["POST /guarded HTTP/1.1", "host: x", *headers, *expecting]).encode() + b"\r\n\r\n"
+            )
             received = receive_all(client)
             assert (statuses(received), b"POST without a key" in received) == ([401], True)
             assert b"x-request-id: mine\r\n" in received
@@ -63,9 +66,9 @@ def test_rejected_requests_are_recorded(http_servers: Callable[..., ControlledSe
     http_server = http_servers(body_bytes=1000, read_s=0.2)
     for sent in (
         post("/much", b"x" * 2000, "x-request-id: mine"),
-        b"GET /long HTTP/1.1\r\n" + b"a: b\r\n" * 300,
+        b"GET /long HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 300,
         b"\x16\x03\x01nonsense",
-        b"POST /slow HTTP/1.1\r\ncontent-length: 9\r\n\r\nabc",
+        b"POST /slow HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc",
     ):
         with http_server.connect() as client:
             client.sendall(sent)
@@ -80,10 +83,10 @@ def test_rejected_requests_are_recorded(http_servers: Callable[..., ControlledSe
 )
 def test_oversized_headers_and_trailers_get_431(http_server: ControlledServer, head: bytes) -> None:
     with http_server.connect() as client:
-        client.sendall(b"GET / HTTP/1.1\r\n" + head)  # a header that never ends is never complete
+        client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n" + head)  # a header that never ends is never complete
         assert statuses(receive_all(client)) == [431]
     with http_server.connect() as client:
-        client.sendall(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n" + head)
+        client.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n" + head)
         assert statuses(receive_all(client)) == [431]
     assert http_server.exchanges == []
 
@@ -91,7 +94,9 @@ def test_oversized_headers_and_trailers_get_431(http_server: ControlledServer, h
 def test_trailers_are_not_headers(http_server: ControlledServer) -> None:
     with http_server.connect() as client:
         trailer = b"authorization: Bearer smuggled\r\n"
-        client.sendall(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n" + trailer + b"\r\n")
+        client.sendall(
+            b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n" + trailer + b"\r\n"
+        )
         wait_until(lambda: len(http_server.exchanges) == 1)
     assert (http_server.exchanges[0].body, "authorization" in http_server.exchanges[0].headers) == (b"abc", False)
 
@@ -99,17 +104,50 @@ def test_trailers_are_not_headers(http_server: ControlledServer) -> None:
 @pytest.mark.parametrize(
     "sent",
     [
-        b"POST / HTTP/1.1\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabcd",
-        b"POST / HTTP/1.1\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST / HTTP/1.1\r\ntransfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n",
-        b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
-        b"POST / HTTP/1.1\r\ncontent-length: 1e3\r\n\r\n",
-        b"POST / HTTP/1.1\r\ncontent-length: 99999999999999999999999\r\n\r\n",
-        b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n",
-        b"GET / HTTP/1.1\r\na: b\x00c\r\n\r\n",
-        b"GET /\x00 HTTP/1.1\r\n\r\n",
-        "GET /ä HTTP/1.1\r\n\r\n".encode(),
-        b"GET / HTTP/1.1\r\na : b\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabcd",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ncontent-length: 3\r\n\r\nabc",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ncontent-length: 3\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: identity\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: \x0bchunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding:\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\ntransfer-encoding: chunked\r\n"
+        b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET http://x/ HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nhost: x\r\n\r\n",
+        b"GET / HTTP/1.0\r\nhost: x\r\nHost: y\r\n\r\n",
+        b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\nhost: x\r\nhost: y\r\n\r\n",
+        *(
+            b"GET / HTTP/1.1\r\nhost: %s\r\n\r\n" % host
+            for host in (
+                b"a b",
+                b"a/b",
+                b"a@b",
+                b"a:b",
+                b"a:1:2",
+                b"http://a",
+                b"[::1",
+                b"::1",
+                b"a%zz",
+                b"a?b",
+                b"a#b",
+                "ä".encode(),
+            )
+        ),
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1e3\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999999999999999\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\na: b\x00c\r\n\r\n",
+        b"GET /\x00 HTTP/1.1\r\nhost: x\r\n\r\n",
+        "GET /ä HTTP/1.1\r\nhost: x\r\n\r\n".encode(),
+        b"GET / HTTP/1.1\r\nhost: x\r\na : b\r\n\r\n",
         b"GET / HTTP/1.1\r\n b: c\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
@@ -121,6 +159,16 @@ def test_ambiguous_or_invalid_request_gets_400(http_server: ControlledServer, se
         client.sendall(sent)
         assert statuses(receive_all(client)) == [400]
     assert http_server.exchanges == []
+
+
+@pytest.mark.parametrize("host", ["x", "a.b:80", "a_b", "127.0.0.1:8000", "[::1]:8000", "[fe80::1]", "a%20b", "x:", ""])
+def test_valid_host_is_accepted(http_server: ControlledServer, host: str) -> None:
+    with http_server.connect() as client:
+        client.sendall(f"GET / HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
+        assert statuses(receive_all(client)) == [200]
+    with http_server.connect() as client:
+        client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert statuses(receive_all(client)) == [200]
 
 
 def test_half_closed_client_is_answered(http_server: ControlledServer) -> None:
@@ -173,7 +221,7 @@ def test_disconnect_cancels_requests(http_server: ControlledServer) -> None:
 )
 def test_request_target_is_split(http_server: ControlledServer, url: str, path: str) -> None:
     with http_server.connect() as client:
-        client.sendall(f"OPTIONS {url} HTTP/1.1\r\nconnection: close\r\n\r\n".encode())
+        client.sendall(f"OPTIONS {url} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
         assert f"OPTIONS {path} 0".encode() in receive_all(client)
 
 
@@ -194,7 +242,7 @@ def test_http10_and_closing_clients_are_answered_and_closed(http_server: Control
 def test_upgrade_request_is_answered_as_plain_request(http_server: ControlledServer) -> None:
     """As `curl --http2` and Java's client send them, with bodies; the connection stays open."""
     upgrade = ("connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "http2-settings: AAMAAABk")
-    chunked = "POST /chunked HTTP/1.1\r\n" + "\r\n".join(upgrade) + "\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunked = "POST /chunked HTTP/1.1\r\nhost: x\r\n" + "\r\n".join(upgrade) + "\r\ntransfer-encoding: chunked\r\n\r\n"
     sent = get("/first", *upgrade) + post("/second", b"abc", *upgrade) + post("/third", b"abcd", *upgrade)
     sent += chunked.encode() + b"5\r\nabcde\r\n0\r\n\r\n" + post("/last", b"abcdef", "connection: close")
     for size in (1, 7, len(sent)):
@@ -216,7 +264,7 @@ def test_upgrade_request_is_rejected_when_body_is_too_large(http_servers: Callab
 
 def test_unsupported_transfer_encoding_is_rejected(http_server: ControlledServer) -> None:
     with http_server.connect() as client:
-        client.sendall(b"POST / HTTP/1.1\r\ntransfer-encoding: gzip, chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n")
+        client.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n")
         received = receive_all(client)
     assert (statuses(received), b"unsupported transfer-encoding" in received) == ([400], True)
     assert http_server.exchanges == []
@@ -224,7 +272,9 @@ def test_unsupported_transfer_encoding_is_rejected(http_server: ControlledServer
 
 def test_content_length_with_thousands_of_digits_is_read(http_server: ControlledServer) -> None:
     with http_server.connect() as client:
-        client.sendall(b"POST / HTTP/1.1\r\nconnection: close\r\ncontent-length: " + b"0" * 5000 + b"3\r\n\r\nabc")
+        client.sendall(
+            b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: " + b"0" * 5000 + b"3\r\n\r\nabc"
+        )
         assert b"POST / 3" in receive_all(client)
 
 
@@ -238,7 +288,7 @@ def test_input_after_last_request_is_ignored(http_server: ControlledServer) -> N
 
 def test_connect_client_that_keeps_sending_receives_its_response(http_server: ControlledServer) -> None:
     with http_server.connect() as client:
-        client.sendall(b"CONNECT /held HTTP/1.1\r\n\r\n")
+        client.sendall(b"CONNECT /held HTTP/1.1\r\nhost: x\r\n\r\n")
         wait_until(lambda: len(http_server.exchanges) == 1)
         client.sendall(b"x" * 2**20)
         http_server.exchanges[0].reply(Response.text("the answer"))
@@ -248,14 +298,16 @@ def test_connect_client_that_keeps_sending_receives_its_response(http_server: Co
 
 def test_expect_continue_is_answered(http_server: ControlledServer) -> None:
     with http_server.connect() as client:
-        client.sendall(b"POST / HTTP/1.1\r\ncontent-length: 3\r\nexpect: 100-continue\r\nconnection: close\r\n\r\n")
+        client.sendall(
+            b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\nexpect: 100-continue\r\nconnection: close\r\n\r\n"
+        )
         assert client.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
         client.sendall(b"abc")
         assert statuses(receive_all(client)) == [200]
 
 
 def test_expect_continue_waits_for_earlier_response(http_server: ControlledServer) -> None:
-    expecting = b"POST / HTTP/1.1\r\ncontent-length: 3\r\nexpect: 100-continue\r\nconnection: close\r\n\r\n"
+    expecting = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\nexpect: 100-continue\r\nconnection: close\r\n\r\n"
     with http_server.connect() as client:
         client.sendall(get("/held") + expecting)
         wait_until(lambda: len(http_server.exchanges) == 1)
@@ -276,7 +328,7 @@ def test_http10_client_gets_no_continue(http_server: ControlledServer) -> None:
 
 def test_head_response_has_no_body(http_server: ControlledServer) -> None:
     with http_server.connect() as client:
-        client.sendall(b"HEAD / HTTP/1.1\r\nconnection: close\r\n\r\n")
+        client.sendall(b"HEAD / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         head, _, body = receive_all(client).partition(b"\r\n\r\n")
     assert (b"content-length: 8" in head, body) == (True, b"")
 
@@ -292,7 +344,7 @@ def test_incomplete_request_gets_408_and_idle_one_is_closed(
     http_servers: Callable[..., ControlledServer],
 ) -> None:
     http_server = http_servers(read_s=0.3, idle_s=0.5)
-    for start in (b"GET / HT", b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\nabc", get("/") + b"G"):
+    for start in (b"GET / HT", b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc", get("/") + b"G"):
         with http_server.connect() as client:
             client.sendall(start)
             assert statuses(receive_all(client))[-1] == 408
@@ -439,7 +491,8 @@ def test_partially_sent_response_is_finished_first(http_server: ControlledServer
         wait_until(lambda: len(http_server.exchanges) == 1)
         with blocked_loop(http_server):
             client.sendall(
-                b"POST /more HTTP/1.1\r\ncontent-length: 3\r\nexpect: 100-continue\r\nconnection: close\r\n\r\n"
+                b"POST /more HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n"
+                b"expect: 100-continue\r\nconnection: close\r\n\r\n"
             )
             http_server.exchanges[0].reply(Response.text(large))
         received = b""

@@ -155,6 +155,6 @@ def test_help_lists_each_option_and_its_default() -> None:
     text = " ".join(parser_for("serve", command).format_help().split())
     for name in OPTIONS:
         assert flag(name) in text
-    for expected in ("(default: 8000)", "(default: 32MB)", "(default: 30s)", "(default: 127.0.0.1)", "HASTEN_"):
+    for expected in ("(default: 8000)", "(default: 4MB)", "(default: 30s)", "(default: 127.0.0.1)", "HASTEN_"):
         assert expected in text
     assert "None" not in text

@@ -149,7 +149,7 @@ def test_pipelined_request_waits_for_end_of_stream(http_server: ControlledServer
 
 def test_head_response_has_no_parts(http_server: ControlledServer) -> None:
     with http_server.connect() as client:
-        client.sendall(b"HEAD /held HTTP/1.1\r\n\r\n" + get("/after", "connection: close"))
+        client.sendall(b"HEAD /held HTTP/1.1\r\nhost: x\r\n\r\n" + get("/after", "connection: close"))
         stream = held_exchange(http_server).stream(HEAD)
         stream.write(b"unseen")
         stream.end()

@@ -29,6 +29,7 @@ _FULL_SHARE = 0.9
 
 # Settings that do not apply to Ray, and the reasons.
 _UNSUPPORTED = {
+    "tls_client_ca": "its proxies do not ask for client certificates",
     "grpc_port": "its proxy forwards HTTP only",
     "max_connections": "its proxy handles connections",
     "read_timeout": "its proxy handles connections",

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NoReturn
 
 from hasten.core.errors import (
@@ -33,10 +32,12 @@ from hasten.server.http.state import HttpLimits
 from hasten.server.models.registry import Model, repository
 from hasten.server.protocols import oip
 from hasten.server.protocols.oip_http import EXTENSIONS
+from hasten.server.tls import Tls
 
 logger = logging.getLogger("hasten")
 
-_OPEN_METHODS = ("ServerLive", "ServerReady", "ModelReady")
+# Not ModelReady, whose answer depends on whether a model exists.
+_OPEN_METHODS = ("ServerLive", "ServerReady")
 # Methods of tritonserver that its clients may call.
 _UNSUPPORTED_METHODS = (
     "ModelConfig",
@@ -62,7 +63,7 @@ _KEEPALIVE_MS = {"grpc.keepalive_time_ms": 60_000, "grpc.keepalive_timeout_ms": 
 class GrpcServer:
     """The gRPC server of an application. It listens when constructed and serves once started."""
 
-    def __init__(self, app: App, address: str, limits: HttpLimits, tls_key: Path | None, tls_cert: Path | None) -> None:
+    def __init__(self, app: App, address: str, limits: HttpLimits, tls: Tls | None) -> None:
         try:
             import grpc
             from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -94,11 +95,10 @@ class GrpcServer:
             pool().AddSerializedFile(module.DESCRIPTOR.serialized_pb)
         reflection.enable_server_reflection(names, self._server, pool=pool())
         try:
-            if tls_key is None or tls_cert is None:
+            if tls is None:
                 self.port = self._server.add_insecure_port(address)
             else:
-                credentials = grpc.ssl_server_credentials([(tls_key.read_bytes(), tls_cert.read_bytes())])
-                self.port = self._server.add_secure_port(address, credentials)
+                self.port = self._server.add_secure_port(address, tls.grpc_credentials())
         except RuntimeError as error:
             hint = "choose another port with --grpc-port"
             raise UnavailableError(f"cannot listen on {address}", hint=hint) from error
@@ -278,6 +278,7 @@ class _Service:
             oip.reject_parameters(tensor.name, tensor.parameters)
         outputs = tuple(output.name for output in request.outputs)
         on_text_delta = call.add if call.method == STREAM else None
+        oip.check_items(model, request.inputs)
         inference = oip.Inference(calls.tensors_of(request), outputs, parameters)
         call.cancel = oip.infer(model, inference, call.finish, on_text_delta)
 

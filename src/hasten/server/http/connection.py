@@ -117,7 +117,7 @@ class Connection(asyncio.Protocol):
         if not self._writer.has_sent and (current := self._release_current()) is not None:
             current.disconnect()
         for exchange, _, _ in self._waiting:
-            self._server.buffered_bytes -= len(exchange.body)
+            self._server.release(exchange)
             exchange.disconnect()
         self._waiting.clear()
         self._read_state = ReadState.CLOSED
@@ -179,10 +179,10 @@ class Connection(asyncio.Protocol):
         if not self._accepts_input:
             return
         parser, headers = self._parser, self._parser.partial.headers
-        if declared_bytes(headers) > self._server.limits.body_bytes:
+        if fault := parser.partial.fault(is_http10=parser.is_http10):
+            self._reject(error_response(InputError(fault)))
+        elif declared_bytes(headers) > self._server.limits.body_bytes:
             self._reject_large_body()
-        elif headers.get("transfer-encoding", "chunked").lower() != "chunked":
-            self._reject(error_response(InputError("unsupported transfer-encoding: only 'chunked' is supported")))
         elif has_large_body(headers) and (rejection := self._server.reject_early(parser.method, parser.path, headers)):
             self._reject(rejection)
         elif "expect" in headers and not parser.is_http10:
@@ -194,14 +194,15 @@ class Connection(asyncio.Protocol):
         if not self._accepts_input:
             return
         body = self._parser.partial.body
-        body += data
-        self._server.buffered_bytes += len(data)
-        if len(body) > self._server.limits.body_bytes:
+        if len(body) + len(data) > self._server.limits.body_bytes:
             self._reject_large_body()
-        elif self._server.buffered_bytes > self._server.limits.buffered_bytes:
-            self._reject(
-                error_response(OverloadedError("too many request bodies are being received", retry_after_s=1.0))
-            )
+            return
+        try:
+            self._server.reserve(len(data))
+        except OverloadedError as error:
+            self._reject(error_response(error))
+        else:
+            body += data
 
     def request_received(self) -> None:
         if not self._accepts_input:
@@ -211,7 +212,17 @@ class Connection(asyncio.Protocol):
         request, parser.partial = parser.partial, PartialRequest()
         path, query = split_target(request.url)
         body = bytes(request.body)
-        exchange = Exchange(parser.method, path, query, request.headers, body, self._on_response, limit)
+        exchange = Exchange(
+            parser.method,
+            path,
+            query,
+            request.headers,
+            body,
+            self._on_response,
+            limit,
+            reserved_bytes=len(body),
+            reserve=self._server.reserve,
+        )
         # Responses carry no "connection: keep-alive", without which an HTTP/1.0 client expects the connection to close.
         is_http10 = parser.is_http10
         keep_alive = not is_http10 and parser.keep_alive
@@ -297,7 +308,7 @@ class Connection(asyncio.Protocol):
         exchange, self._current = self._current, None
         if exchange is not None:
             self._server.in_flight -= 1
-            self._server.buffered_bytes -= len(exchange.body)
+            self._server.release(exchange)
         return exchange
 
     def _is_last(self, *, may_close: bool) -> bool:
@@ -386,7 +397,7 @@ class Connection(asyncio.Protocol):
     # Flow control and timeouts
 
     def _reset_partial(self) -> None:
-        self._server.buffered_bytes -= len(self._parser.partial.body)
+        self._server.release_partial(len(self._parser.partial.body))
         self._parser.partial = PartialRequest()
 
     def _regulate_reading(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, TypeVar
@@ -18,6 +19,15 @@ Body = TypeVar("Body")
 
 JSON, TEXT, BINARY = "application/json", "text/plain", "application/octet-stream"
 REQUEST_ID = "x-request-id"
+# What the default --max-request-tokens needs: 2**18 tokens are 1 to 3 MB of text, and 3 MB as three int32 tensors.
+# text-embeddings-inference allows 2 MB. Decoding holds the interpreter lock, here for some 50 ms at worst.
+DEFAULT_BODY_BYTES = 4 * 2**20
+# Lists and objects in a JSON body. A request has a few for each of its items, while `[],` takes 27 times its bytes once
+# it is decoded.
+_MAX_CONTAINERS = 2**16
+_QUOTE = ord('"')
+# A string, possibly unterminated, or the begin of a list or object. Without backtracking: linear in any input.
+_STRING_OR_CONTAINER = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
 # A body up to this size is read before the client's API key is checked: it costs no more than headers may.
 _MAX_UNAUTHORIZED_BYTES = 2**16
 # Status in logs and metrics of a request whose client disconnected before it was answered (nginx's code).
@@ -95,7 +105,12 @@ class Exchange(msgspec.Struct, eq=False):
     # Takes the response, once, from any thread.
     send: Callable[[Response], None]
     # Limit of a decompressed body.
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = DEFAULT_BODY_BYTES
+    # The bytes that the server counts for the body, and the function that counts more of them or raises an error.
+    reserved_bytes: int = 0
+    is_released: bool = False
+    reserve: Callable[[int, Exchange], None] = lambda *_: None
+    _is_decompressed: bool = False
     watch: RequestListener | None = None
     # Body and status of an error in the protocol of the request.
     error_body: Callable[[HastenError], Mapping[str, object]] = plain_error_body
@@ -144,6 +159,8 @@ class Exchange(msgspec.Struct, eq=False):
     def disconnect(self) -> None:
         """Cancel the request: the client disconnected before it was sent the whole response."""
         on_close, was_answered, self.is_closed = self.on_close, self.is_closed, True
+        # A request that waits to be read is no longer counted: let go of its body at once.
+        self.body = b""
         if on_close is not None and not was_answered:
             on_close()
         self.record(Response(CLIENT_DISCONNECTED, b""))
@@ -151,7 +168,11 @@ class Exchange(msgspec.Struct, eq=False):
     def content(self) -> bytes:
         """Return the body, decompressed."""
         encoding = self.headers.get("content-encoding")
-        return self.body if encoding is None else decompress(self.body, encoding.lower(), self.max_body_bytes)
+        if encoding is not None and not self._is_decompressed:
+            limit = self.max_body_bytes
+            self.body = decompress(self.body, encoding.lower(), limit, lambda size: self.reserve(size, self))
+            self._is_decompressed = True
+        return self.body
 
     def read_json(self, kind: type[Body]) -> Body:
         """Return the body as a value of this type."""
@@ -176,8 +197,24 @@ def has_large_body(headers: Mapping[str, str]) -> bool:
     return "transfer-encoding" in headers or declared_bytes(headers) > _MAX_UNAUTHORIZED_BYTES
 
 
+def check_containers(body: bytes | memoryview) -> None:
+    """Raise an error if JSON has more lists and objects than any request needs, before they are built."""
+    if len(body) < 2 * _MAX_CONTAINERS:
+        return
+    # Counting those within strings too takes next to no time, and few bodies have that many.
+    text = bytes(body)
+    if text.count(b"[") + text.count(b"{") <= _MAX_CONTAINERS:
+        return
+    containers = 0
+    for match in _STRING_OR_CONTAINER.finditer(text):
+        containers += text[match.start()] != _QUOTE
+        if containers > _MAX_CONTAINERS:
+            raise errors.TooLargeError(f"the JSON has more than {_MAX_CONTAINERS} lists and objects")
+
+
 def read_json(body: bytes | memoryview, kind: type[Body]) -> Body:
     """Decode JSON into a value of this type."""
+    check_containers(body)
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 from hasten.server.http.encoding import split_target
 
 _MAX_HEADER_BYTES = 2**16
 _MAX_HEADERS = 200
+# uri-host [":" port] of RFC 3986; possibly empty.
+_HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?", re.ASCII)
 
 
 @dataclass(slots=True, eq=False)
@@ -34,10 +38,28 @@ class PartialRequest:
         """Return whether the headers exceed their limit in size or number."""
         return max(self.header_bytes, self.unparsed_bytes) > _MAX_HEADER_BYTES or self.header_count > _MAX_HEADERS
 
+    def fault(self, *, is_http10: bool) -> str:
+        """Return why these headers are ambiguous: proxies could read them otherwise (RFC 9112, 3.2 and 6.1)."""
+        host, encoding = self.headers.get("host"), self.headers.get("transfer-encoding")
+        if host is None and not is_http10:
+            return "the header 'host' is missing"
+        if host is not None and not _is_valid_host(host):
+            return "the header 'host' is repeated or invalid"
+        if encoding is not None and is_http10:
+            return "HTTP/1.0 has no transfer-encoding"
+        if encoding is not None and encoding.lower() != "chunked":
+            return "unsupported transfer-encoding: only 'chunked', once, is supported"
+        return ""
+
     def head_without_upgrade(self, method: bytes, version: str) -> bytes:
         """Return the request line and headers without the `Upgrade` header."""
         lines = (f"{name}: {value}\r\n" for name, value in self.headers.items() if name != "upgrade")
         return b"%s %s HTTP/%s\r\n%s\r\n" % (method, self.url, version.encode(), "".join(lines).encode("latin-1"))
+
+
+@lru_cache(256)
+def _is_valid_host(host: str) -> bool:
+    return _HOST.fullmatch(host) is not None
 
 
 class RequestHandler(Protocol):
@@ -132,7 +154,9 @@ class RequestParser:
         """Add a header; trailers are counted but not kept."""
         partial = self.partial
         if not partial.has_all_headers:
-            partial.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+            key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+            # A repeated header is a list (RFC 9110 5.3), which those that must not be repeated are then rejected for.
+            partial.headers[key] = f"{partial.headers[key]}, {text}" if key in partial.headers else text
         partial.header_count += 1
         self._count_header_bytes(len(name) + len(value))
 

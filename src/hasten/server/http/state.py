@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Protocol
 
-from hasten.server.http.exchange import Exchange, Response
+from hasten.core.errors import OverloadedError
+from hasten.server.http.exchange import DEFAULT_BODY_BYTES, DisconnectedError, Exchange, Response
 from hasten.server.request_records import RequestListener
 
 _MAX_IN_FLIGHT_FOR_DIRECT_SEND = 4
@@ -19,13 +21,13 @@ _MAX_IN_FLIGHT_FOR_DIRECT_SEND = 4
 class HttpLimits:
     """Sizes and times that a server allows its HTTP clients."""
 
-    body_bytes: int = 32 * 2**20
+    body_bytes: int = DEFAULT_BODY_BYTES
     # From the first byte of a request to its last. A client that reads nothing for this long is disconnected too.
     read_s: float = 30.0
     # Between two requests of a connection.
     idle_s: float = 75.0
     connections: int = 4096
-    # Total size of all request bodies that are being received or processed.
+    # Total size of all request bodies that are being received or processed, as received and decompressed.
     buffered_bytes: int = 2**29
 
 
@@ -57,6 +59,7 @@ class HttpState:
     # anything else, so that a client that has its response also finds it counted.
     answered: deque[tuple[ManagedConnection, Response]] = field(default_factory=deque)
     buffered_bytes: int = 0
+    _bytes_lock: Lock = field(default_factory=Lock, init=False)
     # Requests that the application is processing.
     in_flight: int = 0
     # While draining, every response is the last of its connection. Once drained, idle connections are closed as well.
@@ -72,6 +75,31 @@ class HttpState:
         would release the interpreter lock and wait for it again, each time.
         """
         return self.in_flight <= _MAX_IN_FLIGHT_FOR_DIRECT_SEND
+
+    def reserve(self, size: int, exchange: Exchange | None = None) -> None:
+        """Count bytes of a body, or raise an error if the bodies of all requests are too large. Thread-safe.
+
+        Those of an exchange are counted until it is released.
+        """
+        with self._bytes_lock:
+            if exchange is not None and exchange.is_released:
+                raise DisconnectedError("client disconnected")
+            if self.buffered_bytes + size > self.limits.buffered_bytes:
+                raise OverloadedError("too many request bodies are being received", retry_after_s=1.0)
+            self.buffered_bytes += size
+            if exchange is not None:
+                exchange.reserved_bytes += size
+
+    def release(self, exchange: Exchange) -> None:
+        """Give back the bytes of an exchange that is finished. Thread-safe."""
+        with self._bytes_lock:
+            self.buffered_bytes -= exchange.reserved_bytes
+            exchange.reserved_bytes, exchange.is_released = 0, True
+
+    def release_partial(self, size: int) -> None:
+        """Give back the bytes of a body that is not received to its end. Thread-safe."""
+        with self._bytes_lock:
+            self.buffered_bytes -= size
 
     def schedule_settle(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have the loop settle answered requests. Thread-safe; one scheduled call serves all responses before it."""

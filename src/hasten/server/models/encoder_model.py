@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from hasten.backends import Artifact, RunOptions, Session, SupportsBuckets, run_until
 from hasten.bundle import Bundle
-from hasten.core.errors import AccuracyError, HastenError, TooLargeError
+from hasten.core.errors import AccuracyError, HastenError
 from hasten.core.plan import Gate
 from hasten.core.progress import SilentProgress
 from hasten.core.system.hardware import gpu_memory_used_bytes, usable_cores
@@ -90,6 +90,11 @@ class EncoderModel(Model):
         types = self.tokenizer.encode([("a", "a")]).batch.values.get("token_type_ids")
         return 0 if types is None else int(types.max())
 
+    def check_lists(self, content: object) -> None:
+        """Raise an error if a payload has too long texts or lists."""
+        # A list in an item holds documents or labels, or words, of which those beyond the maximum length are cut.
+        self.check_characters(content, max(self.settings.max_client_batch_size, self.signature.max_length))
+
     def ask(
         self,
         payload: Callable[[], object],
@@ -101,14 +106,15 @@ class EncoderModel(Model):
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Callable[[], None]:
-        """Submit a payload, which is parsed and checked off the caller's thread; return a function that cancels it."""
+        """Submit a payload whose items were counted; return a function that cancels it.
+
+        It is parsed off the caller's thread.
+        """
 
         def encode() -> Encoded:
             content = payload()
-            self.check_characters(content)
+            self.check_lists(content)
             items = self.task.parse(content)
-            if len(items) > self.settings.max_client_batch_size:
-                raise TooLargeError(f"{len(items)} items are more than {self.settings.max_client_batch_size}")
             encoded = self.task.encode(items, self.tokenizer, self.default_options if options is None else options)
             check(encoded)
             return encoded

@@ -142,9 +142,10 @@ class GenerativeModel(Model):
         if not count:
             raise InputError("there is no prompt")
         self.check_texts(count)
+        # Before the request is queued, with all its prompts.
+        self.check_characters(prompts, self.settings.max_request_tokens)
 
         def read() -> list[GenerationJob]:
-            self.check_characters(prompts)
             tokenized = [read_prompt(prompt, self.generation, self.tokenizer) for prompt in prompts]
             self.check_tokens(len(samplings) * sum(len(prompt.ids) for prompt in tokenized))
             return [GenerationJob(prompt, sampling) for prompt in tokenized for sampling in samplings]

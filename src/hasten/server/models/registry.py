@@ -59,9 +59,15 @@ class Model(ABC):
         """Return the deadline of a request: after its own timeout or, without one, after the server's."""
         return time.monotonic() + (self.settings.timeout if timeout_s is None else timeout_s)
 
-    def check_characters(self, content: object) -> None:
-        """Raise an error if the texts of a payload are too long to be tokenized."""
-        size, limit = _count_characters(content), _CHARACTERS_PER_TOKEN * self.settings.max_request_tokens
+    def check_items(self, count: int) -> None:
+        """Raise an error if a request has too many items; called before they are walked."""
+        if count > self.settings.max_client_batch_size:
+            raise TooLargeError(f"{count} items are more than {self.settings.max_client_batch_size}")
+
+    def check_characters(self, content: object, max_entries: int) -> None:
+        """Raise an error if the texts of a payload are too long to be tokenized, or a list in it is too long."""
+        limit = _CHARACTERS_PER_TOKEN * self.settings.max_request_tokens
+        size = _count_characters(content, max_entries)
         if size > limit:
             raise TooLargeError(f"{size} characters are more than {limit}")
 
@@ -207,13 +213,17 @@ def queue_limits(settings: Settings) -> Limits:
     return Limits(settings.max_queue, settings.max_queue_time, settings.max_slowdown)
 
 
-def _count_characters(content: object) -> int:
-    """Return the number of characters of all texts in a payload."""
+def _count_characters(content: object, max_entries: int) -> int:
+    """Return the number of characters of all texts in a payload; a short text counts as one token."""
     if isinstance(content, str):
-        return len(content)
+        return max(len(content), _CHARACTERS_PER_TOKEN)
     if isinstance(content, Mapping):
         content = list(content.values())
-    return sum(map(_count_characters, content)) if isinstance(content, list | tuple) else 0
+    if not isinstance(content, list | tuple):
+        return 0
+    if len(content) > max_entries:
+        raise TooLargeError(f"a list of {len(content)} entries is longer than {max_entries}")
+    return sum(_count_characters(entry, max_entries) for entry in content)
 
 
 def stamp_of(path: Path) -> Stamp | None:

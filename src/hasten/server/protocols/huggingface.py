@@ -44,6 +44,10 @@ def predict(call: HttpCall) -> None:
 @singledispatch
 def _answer(model: Model, call: HttpCall, request: PredictRequest) -> None:
     encoder, parameters = require_encoder(model), request.parameters
+    if isinstance(request.inputs, list):
+        encoder.check_items(len(request.inputs))
+    # These may hold anything: checked before the request is queued.
+    encoder.check_lists([request.inputs, parameters])
     task = encoder.task
     options = task.options(encoder.spec, parameters) if parameters else encoder.default_options
 

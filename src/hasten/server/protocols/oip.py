@@ -6,16 +6,16 @@ It returns tensors by the graph's names and, decoded, `answer`: JSON, one string
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import singledispatch
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
-from hasten.core.errors import AccuracyError, BundleError, HastenError, InputError, PlanError, TooLargeError
+from hasten.core.errors import AccuracyError, BundleError, HastenError, InputError, PlanError
 from hasten.core.tensors import ATTENTION_MASK, BATCH, Batch, Outputs, real_positions, repad
 from hasten.server.http.exchange import to_json_value
 from hasten.server.models.encoder_model import EncoderModel
@@ -196,19 +196,39 @@ def reject_parameters(tensor: str, parameters: Mapping[str, Any]) -> None:
             raise InputError(f"parameter {name} of '{tensor}' is not supported")
 
 
+class HasShape(Protocol):
+    """The description of an input tensor in a request."""
+
+    name: str
+    datatype: str
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Return the shape."""
+
+
+def check_items(model: Model, inputs: Iterable[HasShape]) -> None:
+    """Raise an error if inputs have too many items by their shapes; called before their values are walked."""
+    for tensor in inputs:
+        values = check_shape(tensor.name, tensor.shape)
+        model.check_items(values if tensor.datatype == BYTES else next(iter(tensor.shape), 1))
+
+
 def from_bytes(name: str, datatype: str, shape: Sequence[int], data: memoryview) -> Tensor:
     """Return a tensor from its binary form, which `Output.to_bytes` writes."""
+    count = check_shape(name, shape)
     if datatype == BYTES:
         strings: list[str] = []
         offset = 0
         while offset < len(data):
+            if len(strings) == count:
+                raise InputError(f"input '{name}' has more strings than its shape {list(shape)}")
             end = offset + 4 + int.from_bytes(data[offset : offset + 4], "little")
             if end > len(data) or len(data) - offset < 4:
                 raise InputError(f"input '{name}' ends in the middle of a string")
             strings.append(to_text(name, data[offset + 4 : end]))
             offset = end
         return from_values(name, datatype, shape, strings)
-    count = check_shape(name, shape)
     dtype = np.dtype(_dtype(name, datatype)).newbyteorder("<")
     if len(data) != (expected := count * dtype.itemsize):
         raise InputError(f"input '{name}' has {len(data)} bytes, but {datatype} of shape {list(shape)} has {expected}")
@@ -286,8 +306,6 @@ def rows_of(model: EncoderModel, tensors: Mapping[str, Tensor]) -> Encoded:
     ids = tensors[_IDS]
     if not ids.size:
         raise InputError("input_ids is empty")
-    if len(ids) > model.settings.max_client_batch_size:
-        raise TooLargeError(f"{len(ids)} items exceed the limit of {model.settings.max_client_batch_size}")
     if ids.min() < 0 or ids.max() >= model.tokenizer.size:
         raise InputError(f"a token id is not between 0 and {model.tokenizer.size - 1}")
     mask = tensors[ATTENTION_MASK] != 0 if ATTENTION_MASK in tensors else np.ones(ids.shape, bool)
@@ -318,8 +336,8 @@ def _dtype(name: str, datatype: str) -> Any:
 def _list_or_text(value: str) -> object:
     """Decode a field that is a list (choices, documents, labels) from JSON."""
     if value.startswith("["):
-        with suppress(msgspec.DecodeError, RecursionError):
-            return msgspec.json.decode(value)
+        with suppress(msgspec.DecodeError):
+            return msgspec.json.decode(value, type=list[str])
     return value
 
 

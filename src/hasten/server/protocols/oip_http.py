@@ -109,6 +109,7 @@ def infer(call: HttpCall) -> None:
         else:
             call.done(response, stats)
 
+    oip.check_items(model, request.inputs)
     inference = Inference(_tensors(request.inputs, tail), outputs, request.parameters)
     call.exchange.on_close = oip.infer(model, inference, done)
 
@@ -230,9 +231,8 @@ ROUTES = (
     ),
     Route("GET", "/v2", server_metadata, "Server metadata", answer=ServerMetadata),
     *with_version(Route("GET", _MODEL, model_metadata, "Model metadata", answer=Metadata)),
-    *with_version(
-        Route("GET", f"{_MODEL}/ready", model_ready, "Readiness of a model", None, str, (TEXT,), is_open=True)
-    ),
+    # Not open: its answer depends on whether a model exists.
+    *with_version(Route("GET", f"{_MODEL}/ready", model_ready, "Readiness of a model", None, str, (TEXT,))),
     Route("POST", _INDEX, repository_index, "List the models of the repository", RepositoryRequest, _Index),
     Route("POST", _LOAD, repository_load, "Load or reload a model", RepositoryRequest, str, (TEXT,)),
     Route("POST", _UNLOAD, repository_unload, "Unload a model", None, str, (TEXT,)),

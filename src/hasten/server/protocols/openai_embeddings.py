@@ -87,6 +87,7 @@ def embeddings(call: HttpCall) -> None:
     texts = [request.input] if isinstance(request.input, str) else request.input
     if not texts:
         raise InputError("input is empty")
+    encoder.check_items(len(texts))
 
     def decode(outputs: Outputs, encoded: Encoded) -> Response:
         vectors = _shorten(outputs[encoder.task.outputs[0]], request.dimensions)

@@ -91,6 +91,7 @@ def embed(call: HttpCall) -> None:
     texts = [request.inputs] if isinstance(request.inputs, str) else request.inputs
     if not texts:
         raise EmptyError("inputs is empty")
+    model.check_items(len(texts))
 
     def decode(outputs: Outputs, _: Encoded) -> Response:
         vectors = outputs[model.task.outputs[0]]
@@ -106,8 +107,7 @@ def rerank(call: HttpCall) -> None:
     model = _find_encoder(call, request.model, _RANKING, "rank documents")
     if not request.texts:
         raise EmptyError("texts is empty")
-    if len(request.texts) > model.settings.max_client_batch_size:
-        raise TooLargeError(f"{len(request.texts)} texts exceed the limit of {model.settings.max_client_batch_size}")
+    model.check_items(len(request.texts))
     options = model.task.options(model.spec, {})
 
     def decode(outputs: Outputs, _: Encoded) -> Response:
