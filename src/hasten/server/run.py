@@ -91,11 +91,11 @@ def make_app(settings: Settings) -> App:
     metrics.follow(models)
     listeners: list[RequestListener] = [logs.log_request] if settings.logs_requests else []
     keys = ApiKeys.read(settings.api_key_file)
+    make = partial(App, models, metrics, keys, model_control=settings.model_control)
     if not is_configured():
-        return App(models, metrics, keys, listeners, stall_timeout_s=settings.stall_timeout)
+        return make(listeners, stall_timeout_s=settings.stall_timeout)
     tracer = Tracer()
-    listeners.append(tracer)
-    return App(models, metrics, keys, listeners, stall_timeout_s=settings.stall_timeout, on_close=tracer.close)
+    return make([*listeners, tracer], stall_timeout_s=settings.stall_timeout, on_close=tracer.close)
 
 
 def bundle_paths(settings: Settings) -> dict[str, Path]:

@@ -32,7 +32,7 @@ from support.server_process import Server
 
 @pytest.fixture(scope="module")
 def server(classifier: Bundle) -> Iterator[Server]:
-    with running_server(str(classifier.path)) as server:
+    with running_server(str(classifier.path), "--model-control") as server:
         yield server
 
 

@@ -207,11 +207,19 @@ class _Service:
         return {"models": repository(self._app.models, only_ready=call.request.ready)}
 
     def _repository_load(self, call: GrpcCall) -> Mapping[str, Any]:
-        oip.load(self._app.models, call.request.model_name, call.request.parameters)
-        return {}
+        name, parameters = call.request.model_name, call.request.parameters
+        call.cancel = self._app.control.load(name, parameters, lambda error: call.finish(error or []))
+        return self._controlled(call)
 
     def _repository_unload(self, call: GrpcCall) -> Mapping[str, Any]:
-        self._app.models.unload(call.request.model_name)
+        call.cancel = self._app.control.unload(call.request.model_name, lambda error: call.finish(error or []))
+        return self._controlled(call)
+
+    def _controlled(self, call: GrpcCall) -> Mapping[str, Any]:
+        if not call.context.add_callback(call.disconnect):
+            call.disconnect()
+        for _ in call.parts():
+            pass
         return {}
 
     def _infer(self, call: GrpcCall) -> Mapping[str, Any]:
