@@ -122,7 +122,8 @@ class App:
 
     def close(self, drain_s: float) -> bool:
         """Drain and close all models; return whether all requests were answered in time."""
-        is_done = self.models.close(drain_s) and self.control.close()
+        is_idle = self.control.close()
+        is_done = self.models.close(drain_s) and is_idle
         self.metrics.deferred.run()
         self._on_close()
         return is_done

@@ -117,7 +117,7 @@ class Connection(asyncio.Protocol):
         if not self._writer.has_sent and (current := self._release_current()) is not None:
             current.disconnect()
         for exchange, _, _ in self._waiting:
-            self._server.buffered_bytes -= len(exchange.body)
+            self._server.buffered_bytes.remove(len(exchange.body))
             exchange.disconnect()
         self._waiting.clear()
         self._read_state = ReadState.CLOSED
@@ -195,13 +195,13 @@ class Connection(asyncio.Protocol):
             return
         body = self._parser.partial.body
         body += data
-        self._server.buffered_bytes += len(data)
-        if len(body) > self._server.limits.body_bytes:
-            self._reject_large_body()
-        elif self._server.buffered_bytes > self._server.limits.buffered_bytes:
-            self._reject(
-                error_response(OverloadedError("too many request bodies are being received", retry_after_s=1.0))
-            )
+        try:
+            self._server.buffered_bytes.add(len(data))
+        except OverloadedError as error:
+            self._reject(error_response(error))
+        else:
+            if len(body) > self._server.limits.body_bytes:
+                self._reject_large_body()
 
     def request_received(self) -> None:
         if not self._accepts_input:
@@ -297,7 +297,7 @@ class Connection(asyncio.Protocol):
         exchange, self._current = self._current, None
         if exchange is not None:
             self._server.in_flight -= 1
-            self._server.buffered_bytes -= len(exchange.body)
+            self._server.buffered_bytes.remove(len(exchange.body))
         return exchange
 
     def _is_last(self, *, may_close: bool) -> bool:
@@ -386,7 +386,7 @@ class Connection(asyncio.Protocol):
     # Flow control and timeouts
 
     def _reset_partial(self) -> None:
-        self._server.buffered_bytes -= len(self._parser.partial.body)
+        self._server.buffered_bytes.remove(len(self._parser.partial.body))
         self._parser.partial = PartialRequest()
 
     def _regulate_reading(self) -> None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from hasten.server.byte_budget import ByteBudget
 from hasten.server.http.exchange import Exchange, Response
 from hasten.server.request_records import RequestListener
 
@@ -25,7 +26,7 @@ class HttpLimits:
     # Between two requests of a connection.
     idle_s: float = 75.0
     connections: int = 4096
-    # Total size of all request bodies that are being received or processed.
+    # Total size of all HTTP bodies that are being received or processed, and of all gRPC messages that are processed.
     buffered_bytes: int = 2**29
 
 
@@ -56,13 +57,17 @@ class HttpState:
     # Responses from other threads, which may have sent them already. The event loop settles them before it handles
     # anything else, so that a client that has its response also finds it counted.
     answered: deque[tuple[ManagedConnection, Response]] = field(default_factory=deque)
-    buffered_bytes: int = 0
+    # Used by gRPC as well.
+    buffered_bytes: ByteBudget = field(init=False)
     # Requests that the application is processing.
     in_flight: int = 0
     # While draining, every response is the last of its connection. Once drained, idle connections are closed as well.
     is_draining: bool = False
     is_drained: bool = False
     _is_settle_scheduled: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.buffered_bytes = ByteBudget(self.limits.buffered_bytes)
 
     @property
     def is_lightly_loaded(self) -> bool:
