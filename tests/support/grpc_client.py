@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,31 @@ def channel(server: Server) -> Iterator[Any]:
     """Open a grpcio channel."""
     with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as opened:
         yield opened
+
+
+@contextmanager
+def silent_calls(server: Server, path: str, count: int, *, begun_message: bytes = b"") -> Iterator[None]:
+    """Open calls whose message never comes, or never ends, on one connection, in plain HTTP/2."""
+
+    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+        return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+    headers = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "a"}
+    headers |= {"te": "trailers", "content-type": "application/grpc"}
+    # HPACK literals without indexing: a zero, and each string after its length.
+    block = b"".join(b"\0%c%b%c%b" % (len(k), k.encode(), len(v), v.encode()) for k, v in headers.items())
+    with socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
+        for stream in range(1, 2 * count, 2):
+            connection.sendall(
+                frame(1, 4, stream, block) + (frame(0, 0, stream, begun_message) if begun_message else b"")
+            )
+        connection.sendall(frame(6, 0, 0, b"received"))
+        received = b""
+        while frame(6, 1, 0, b"received") not in received:
+            received += (data := connection.recv(2**16))
+            assert data, "the server has closed the connection"
+        yield
 
 
 def text_inputs(texts: list[str], shape: list[int] | None = None) -> list[Any]:

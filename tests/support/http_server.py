@@ -66,7 +66,7 @@ class ControlledServer:
 
         self.run(close())
         wait_until(lambda: not self.state.open)
-        assert (self.state.buffered_bytes, self.state.in_flight) == (0, 0)
+        assert (self.state.buffered_bytes.used, self.state.in_flight) == (0, 0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

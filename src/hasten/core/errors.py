@@ -9,6 +9,7 @@ HastenError                what failed, why, and a hint for the next step
 ├── BundleError       6    a bundle is missing, damaged or of an unknown format
 └── ServeError        7    the server rejected the request
     ├── UnauthorizedError  the API key is missing or invalid
+    ├── ForbiddenError     the server is set to allow no such request
     ├── TooLargeError      the request exceeds a size limit
     ├── OverloadedError    the server is overloaded: retry later or elsewhere
     ├── DeadlineError      the deadline was exceeded
@@ -129,6 +130,10 @@ class ServeError(HastenError):
 
 class UnauthorizedError(ServeError):
     """The API key is missing or invalid."""
+
+
+class ForbiddenError(ServeError):
+    """The server is set to allow no such request from any client."""
 
 
 class TooLargeError(ServeError):

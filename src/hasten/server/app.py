@@ -13,6 +13,7 @@ from hasten.core.errors import HastenError, StageError, TooLargeError
 from hasten.server import health
 from hasten.server.auth import ApiKeys
 from hasten.server.http.exchange import Exchange, Response, error_response
+from hasten.server.models.control import ModelControl
 from hasten.server.models.registry import ModelRegistry
 from hasten.server.protocols import huggingface, oip_http, openai_completions, openai_embeddings, tei, triton_generate
 from hasten.server.protocols.routes import HttpCall, NotFoundError, Route, Router
@@ -35,7 +36,7 @@ PROTOCOLS: tuple[Sequence[Route], ...] = (
 )
 
 # Parsing a larger body on the event loop would delay other requests noticeably.
-_LARGE_BYTES = 2**16
+LARGE_BYTES = 2**16
 
 
 class App:
@@ -48,19 +49,21 @@ class App:
         keys: ApiKeys,
         listeners: Sequence[RequestListener] = (),
         *,
+        model_control: bool = False,
         stall_timeout_s: float = 60.0,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.models = models
         self.metrics = metrics
         self.keys = keys
+        self.control = ModelControl(models, is_enabled=model_control)
         # Whether all models are loaded and the server is not shutting down.
         self.is_ready = False
         self._listeners = (metrics.on_request, *listeners)
         self._stall_timeout_s = stall_timeout_s
         self._on_close = on_close
         # One thread: decoding holds the interpreter lock, so a second would only delay the event loop.
-        self._reader = ThreadPoolExecutor(1, "read")
+        self.readers = ThreadPoolExecutor(1, "read")
         self._router = Router([route for routes in PROTOCOLS for route in routes] + health.routes(self))
         self.routes = self._router.routes
 
@@ -71,8 +74,8 @@ class App:
 
     def __call__(self, exchange: Exchange) -> None:
         exchange.watch = self.watch
-        if len(exchange.body) > _LARGE_BYTES or "content-encoding" in exchange.headers:
-            self._reader.submit(self._read, exchange)
+        if len(exchange.body) > LARGE_BYTES or "content-encoding" in exchange.headers:
+            self.readers.submit(self._read, exchange)
         else:
             self._answer(exchange)
 
@@ -88,7 +91,7 @@ class App:
             exchange.error_body, exchange.error_status = route.error_body, route.error_status
             if not route.is_open:
                 self.keys.check(exchange.headers.get("authorization", ""))
-            call = HttpCall(exchange, self.models, names)
+            call = HttpCall(exchange, self.models, names, self.control)
             retry_if_retired(route.handle, call)
         except NotFoundError as error:
             exchange.reply(error.response())
@@ -119,7 +122,8 @@ class App:
 
     def close(self, drain_s: float) -> bool:
         """Drain and close all models; return whether all requests were answered in time."""
-        is_done = self.models.close(drain_s)
+        is_idle = self.control.close()
+        is_done = self.models.close(drain_s) and is_idle
         self.metrics.deferred.run()
         self._on_close()
         return is_done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, get_type_hints
 
@@ -14,7 +15,7 @@ from hasten.core.version import __version__
 from hasten.server.auth import ApiKeys
 from hasten.server.http.exchange import BINARY, JSON, TEXT, ErrorBody, Response
 from hasten.server.http.stream import EVENTS
-from hasten.server.protocols.routes import HttpCall, Route, run_in_thread
+from hasten.server.protocols.routes import HttpCall, Route, run_in_pool
 from hasten.server.telemetry.metrics import Metrics
 
 
@@ -22,6 +23,8 @@ class ServerStatus(Protocol):
     """The part of the application that the operators' routes report on."""
 
     metrics: Metrics
+    # Threads for what would block the event loop.
+    readers: ThreadPoolExecutor
     routes: tuple[Route, ...]
     keys: ApiKeys
     # Whether all models are loaded and the server is not shutting down.
@@ -42,7 +45,7 @@ def routes(server: ServerStatus) -> list[Route]:
 
     def metrics(call: HttpCall) -> None:
         # Queries the GPU driver and renders hundreds of lines.
-        run_in_thread(call, lambda: Response(200, server.metrics.render(), server.metrics.content_type))
+        run_in_pool(server.readers, call, lambda: Response(200, server.metrics.render(), server.metrics.content_type))
 
     def openapi_json(call: HttpCall) -> None:
         call.exchange.reply(Response.json(openapi(server.routes, needs_key=bool(server.keys))))

@@ -91,11 +91,11 @@ def make_app(settings: Settings) -> App:
     metrics.follow(models)
     listeners: list[RequestListener] = [logs.log_request] if settings.logs_requests else []
     keys = ApiKeys.read(settings.api_key_file)
+    make = partial(App, models, metrics, keys, model_control=settings.model_control)
     if not is_configured():
-        return App(models, metrics, keys, listeners, stall_timeout_s=settings.stall_timeout)
+        return make(listeners, stall_timeout_s=settings.stall_timeout)
     tracer = Tracer()
-    listeners.append(tracer)
-    return App(models, metrics, keys, listeners, stall_timeout_s=settings.stall_timeout, on_close=tracer.close)
+    return make([*listeners, tracer], stall_timeout_s=settings.stall_timeout, on_close=tracer.close)
 
 
 def bundle_paths(settings: Settings) -> dict[str, Path]:
@@ -147,7 +147,7 @@ class _Process:
         changes = ReloadWatcher(self._app.models, lambda: bundle_paths(settings))
         server = await self._listen()
         host, port = server.sockets[0].getsockname()[:2]
-        grpc = self._grpc(port)
+        grpc = await self._grpc(port)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)
         loop.add_signal_handler(signal.SIGHUP, lambda: self._start_task(self._reload_all(changes)))
@@ -160,7 +160,7 @@ class _Process:
             finally:
                 self._is_loading = False
             if grpc is not None:
-                grpc.report(is_ready=True)
+                grpc.health.report(is_ready=True)
             self._start_task(self._exit_if_stalled(grpc))
             self._start_task(run_periodic_tasks(self._app))
             if settings.reload_interval is not None:
@@ -171,7 +171,7 @@ class _Process:
             await self._drain(server, grpc)
         finally:
             if grpc is not None:
-                grpc.stop(0)
+                await grpc.stop(0)
 
     async def _listen(self) -> asyncio.Server:
         settings = self._settings
@@ -190,7 +190,7 @@ class _Process:
             hint = "choose another --port" if is_port else "choose a --host of this machine, or 0.0.0.0 for all"
             raise UnavailableError(f"cannot listen on {address}: {error.strerror or error}", hint=hint) from error
 
-    def _grpc(self, port: int) -> Any | None:
+    async def _grpc(self, port: int) -> Any | None:
         settings = self._settings
         if not settings.grpc:
             return None
@@ -203,8 +203,8 @@ class _Process:
 
         chosen = settings.grpc_port if settings.grpc_port is not None else (port + 1 if settings.port else 0)
         address, limits = f"{_bracketed(settings.host)}:{chosen}", self._connections.limits
-        server = GrpcServer(self._app, address, limits, self._tls)
-        server.start()
+        server = GrpcServer(self._app, address, limits, self._connections.buffered_bytes, self._tls)
+        await server.start()
         return server
 
     def _stop(self, number: int) -> None:
@@ -260,7 +260,7 @@ class _Process:
         while self._app.is_alive():
             await asyncio.sleep(_LIVENESS_CHECK_S)
         if grpc is not None:
-            grpc.report(is_ready=False)
+            grpc.health.report(is_ready=False)
         logger.critical("a session has stalled: exiting with code 70, so that a supervisor restarts the process")
         # Liveness probes fail in the meantime.
         await asyncio.sleep(2 * _LIVENESS_CHECK_S)
@@ -275,7 +275,7 @@ class _Process:
         self._app.is_ready = False
         server.close()
         if grpc is not None:
-            grpc.stop(self._settings.drain_timeout)
+            self._start_task(grpc.stop(self._settings.drain_timeout))
         self._connections.is_draining = True
         while self._connections.open and time.monotonic() < min(until, begin + _LINGER_S):
             await asyncio.sleep(0.005)
@@ -294,7 +294,7 @@ class _Process:
         is_done = await loop.run_in_executor(None, self._app.close, left)
         if grpc is not None:
             # All requests are answered: calls that are still open watch health or hold an idle stream.
-            await loop.run_in_executor(None, grpc.stop(_FLUSH_S).wait)
+            await grpc.stop(_FLUSH_S)
         if not is_done or self._reloading:
             # Running batches cannot be interrupted, and no client waits for them.
             os._exit(0)

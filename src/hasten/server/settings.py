@@ -174,6 +174,7 @@ class Settings:
         float, _duration("time to answer, or to start a stream, if the request sets no timeout", _LIMITS)
     ] = 60.0
 
+    model_control: Annotated[bool, _bool("let clients load and unload models", _SECURITY)] = False
     api_key_file: Annotated[Path | None, _file("file of API keys, one per line (or HASTEN_API_KEYS)", _SECURITY)] = None
     tls_cert: Annotated[Path | None, _file("TLS certificate for HTTPS and gRPC, as PEM", _SECURITY)] = None
     tls_key: Annotated[Path | None, _file("private key of the TLS certificate, as PEM", _SECURITY)] = None

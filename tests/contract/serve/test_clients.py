@@ -43,7 +43,9 @@ def bundles(
 
 @pytest.fixture(scope="module")
 def server(bundles: dict[str, Bundle]) -> Iterator[Server]:
-    server = Server(*(str(bundle.path) for bundle in bundles.values()), "--threads", "1", "--max-body", "1MB")
+    server = Server(
+        *(str(bundle.path) for bundle in bundles.values()), "--threads", "1", "--max-body", "1MB", "--model-control"
+    )
     yield server
     code, errors = server.stop()
     assert code == 0, errors

@@ -201,8 +201,9 @@ def test_invalid_tensors_are_rejected(server: Server, inputs: Any, message: str)
         ("/models/%FF%00%2F", {"inputs": TEXT}, 404),
         ("/v2/models/classifier/versions/2/infer", {"inputs": [tensor(data=[TEXT])]}, 404),
         ("/v2/models/classifier", {}, 405),
-        ("/v2/repository/models/none/load", {}, 404),
-        ("/v2/repository/models/none/unload", {}, 404),
+        ("/v2/repository/models/none/load", {}, 403),
+        ("/v2/repository/models/classifier/unload", {}, 403),
+        ("/v2/repository/index", {}, 200),
     ],
 )
 def test_status_of_odd_requests(server: Server, path: str, body: Any, status: int) -> None:

@@ -21,6 +21,7 @@ from support.grpc_client import (
     grpc,
     infer_request,
     running_server,
+    silent_calls,
     stub,
     text_inputs,
     text_request,
@@ -32,7 +33,7 @@ from support.server_process import Server
 
 @pytest.fixture(scope="module")
 def server(classifier: Bundle) -> Iterator[Server]:
-    with running_server(str(classifier.path)) as server:
+    with running_server(str(classifier.path), "--model-control") as server:
         yield server
 
 
@@ -293,8 +294,8 @@ def test_invalid_messages_and_unsupported_methods_are_rejected(server: Server, c
     )
 
 
-def test_client_without_key_holds_no_thread(classifier: Bundle) -> None:
-    """Calls are rejected before their message arrives; health checks wait for it, but not for long."""
+def test_silent_calls_end(classifier: Bundle) -> None:
+    """Without a key they are rejected before their message arrives; health checks wait for it, but not for long."""
     pb = pytest.importorskip("grpc_health.v1.health_pb2", reason="grpcio-health-checking is not installed")
     from grpc_health.v1.health_pb2_grpc import HealthStub
 
@@ -316,9 +317,9 @@ def test_client_without_key_holds_no_thread(classifier: Bundle) -> None:
             f"{SERVICE}/ModelConfig": "UNAUTHENTICATED",
             f"{SERVICE}/ModelReady": "UNAUTHENTICATED",
             "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": "UNAUTHENTICATED",
-            f"{SERVICE}/ServerLive": "CANCELLED",
-            f"{health}/Check": "CANCELLED",
-            f"{health}/Watch": "CANCELLED",
+            f"{SERVICE}/ServerLive": "DEADLINE_EXCEEDED",
+            f"{health}/Check": "DEADLINE_EXCEEDED",
+            f"{health}/Watch": "DEADLINE_EXCEEDED",
         }
         calls = {method: opened.stream_unary(f"/{method}").future(silence(), timeout=30) for method in expected}
         assert {method: call.code().name for method, call in calls.items()} == expected
@@ -328,7 +329,7 @@ def test_client_without_key_holds_no_thread(classifier: Bundle) -> None:
         )
         with pytest.raises(grpc.RpcError) as error:
             next(stream)
-        assert "the stream was idle for 1 s" in error.value.details()
+        assert "no message was received within 1 s" in error.value.details()
         is_over.set()
 
 
@@ -342,3 +343,21 @@ def test_too_large_messages_are_rejected(classifier: Bundle) -> None:
             client.infer, "RESOURCE_EXHAUSTED", "5 items are more than 4", "classifier", text_inputs(["a"] * 5)
         )
         assert client.infer("classifier", text_inputs(TEXTS)) is not None
+
+
+@pytest.mark.parametrize(
+    "method",
+    [f"{SERVICE}/ModelInfer", f"{SERVICE}/ServerLive", f"{SERVICE}/ModelStreamInfer", "grpc.health.v1.Health/Check"],
+)
+def test_silent_calls_hold_up_no_other_call(server: Server, method: str) -> None:
+    """No API key is set, so that nothing but their silence distinguishes these calls."""
+    health_messages = pytest.importorskip("grpc_health.v1.health_pb2", reason="grpcio-health-checking is missing")
+
+    with silent_calls(server, f"/{method}", 700), channel(server) as opened:
+        request = health_messages.HealthCheckRequest().SerializeToString()
+        check = opened.unary_unary("/grpc.health.v1.Health/Check")(request, timeout=20)
+        assert health_messages.HealthCheckResponse.FromString(check).status == 1
+        assert stub(opened).ServerLive(triton.service_pb2.ServerLiveRequest(), timeout=20).live
+        assert stub(opened).ServerReady(triton.service_pb2.ServerReadyRequest(), timeout=20).ready
+        assert stub(opened).ModelInfer(text_request(), timeout=20).model_name == "classifier"
+        assert server.ask("GET", "/v2/health/ready")[0] == 200

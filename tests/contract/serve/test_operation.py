@@ -416,7 +416,8 @@ def test_reload_keeps_the_number_of_sessions_and_runs_once(
 def test_models_are_unloaded_and_loaded_by_request(
     classifier_bundle: Bundle, other_bundle: Bundle, tmp_path: Path
 ) -> None:
-    with Running(tmp_path, str(classifier_bundle.path), str(other_bundle.path), *QUIET) as server:
+    words = (str(classifier_bundle.path), str(other_bundle.path), *QUIET, "--model-control")
+    with Running(tmp_path, *words) as server:
         port = server.ready().port
         assert server.ask("/models/other", BODY, port=port)[0] == 200
         assert server.ask("/v2/repository/models/other/unload", b"", port=port)[0] == 200
@@ -438,7 +439,7 @@ def test_models_are_unloaded_and_loaded_by_request(
 
 def test_damaged_bundle_is_not_loaded_and_old_model_stays(classifier_bundle: Bundle, tmp_path: Path) -> None:
     shutil.copytree(classifier_bundle.path, tmp_path / "model")
-    with Running(tmp_path, str(tmp_path / "model"), *QUIET) as server:
+    with Running(tmp_path, str(tmp_path / "model"), *QUIET, "--model-control") as server:
         port = server.ready().port
         (tmp_path / "model" / "tokenizer" / "tokenizer.json").write_text("{}")
         status, content = server.ask("/v2/repository/models/model/load", b"", port=port)

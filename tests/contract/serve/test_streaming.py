@@ -246,7 +246,7 @@ def test_shutdown_aborts_streams_after_drain_timeout(
 def test_replaced_model_completes_its_streams(
     open_stream: Callable[..., StreamReader], servers: Callable[..., Server]
 ) -> None:
-    started = servers()
+    started = servers("--model-control")
     alone = joined_text(open_stream(started).start().rest())
     streams = [open_stream(started).start() for _ in range(2)]
     status, _, content = started.ask("POST", "/v2/repository/models/writer/load", {})

@@ -206,7 +206,7 @@ def test_disconnect_cancels_requests(http_server: ControlledServer) -> None:
         http_server.exchanges[0].on_close = lambda: cancelled.append("first")
     wait_until(lambda: cancelled == ["first"])
     wait_until(lambda: not http_server.state.open)
-    assert (http_server.state.buffered_bytes, len(http_server.exchanges)) == (0, 1)
+    assert (http_server.state.buffered_bytes.used, len(http_server.exchanges)) == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,27 @@
-"""gRPC calls: the request, the response that its thread waits for, and the order of calls in a stream."""
+"""gRPC calls: a request, the response that it waits for, and the conversion of both from and to messages."""
 
 from __future__ import annotations
 
-import threading
+import asyncio
+import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from queue import SimpleQueue
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from hasten.core.errors import DeadlineError, HastenError, InputError
-from hasten.server.grpc.protobuf import message
-from hasten.server.http.exchange import DisconnectedError
+from hasten.core.errors import HastenError, InputError, StageError
+from hasten.server.grpc.protobuf import STREAM, message
 from hasten.server.protocols.oip import BYTES, VERSION, Output, Tensor, from_bytes, from_values, to_text
 from hasten.server.request_records import RequestRecord, RequestStats, request_id
+
+logger = logging.getLogger("hasten")
 
 # gRPC codes of HTTP statuses; any other status is an internal error.
 _CODES = {
     200: "OK",
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
     404: "NOT_FOUND",
     413: "RESOURCE_EXHAUSTED",
     429: "RESOURCE_EXHAUSTED",
@@ -39,12 +41,10 @@ _CONTENTS = {
     "FP64": "fp64_contents",
     BYTES: "bytes_contents",
 }
-# Requests of one stream that are processed ahead of their responses.
-_MAX_PIPELINED = 64
 
 
 class GrpcCall:
-    """A call, or one request of a stream. Another thread sets its response, unless its client disconnects."""
+    """A call, or one request of a stream. Any thread may set its response; everything else is on the event loop."""
 
     def __init__(self, method: str, context: Any) -> None:
         self.method = method
@@ -53,12 +53,16 @@ class GrpcCall:
         self.model = ""
         self.stats: RequestStats | None = None
         self.metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+        # The size of its message.
+        self.size = 0
         # Cancels the request in the engine.
-        self.cancel: Callable[[], None] = lambda: None
+        self.cancel: Callable[[], object] = lambda: None
+        self.is_disconnected = False
         self._id = request_id(self.metadata.get("x-request-id", ""))
         self._started = time.monotonic()
-        # Parts of the response, each with whether it is the last.
-        self._answers: SimpleQueue[tuple[list[Output] | HastenError, bool]] = SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        # Encoded parts of the response, each with whether it is the last.
+        self._parts: asyncio.Queue[tuple[bytes | HastenError, bool]] = asyncio.Queue()
 
     def read(self, kind: str, data: bytes) -> None:
         """Decode the request, a message of this kind."""
@@ -69,28 +73,42 @@ class GrpcCall:
         except DecodeError as error:
             raise InputError(f"the request is not a valid {kind}") from error
 
-    def finish(self, answer: list[Output] | HastenError, stats: RequestStats | None = None) -> None:
-        """Set the last part of the response, or an error. Thread-safe."""
+    def finish(self, answer: list[Output] | bytes | HastenError, stats: RequestStats | None = None) -> None:
+        """Set the last part of the response, encoded or not, or an error. Thread-safe."""
         self.stats = stats
-        self._answers.put((answer, True))
+        self._put(answer, is_last=True)
 
     def add(self, part: list[Output]) -> None:
         """Add a part of the response that others follow. Thread-safe."""
-        self._answers.put((part, False))
+        self._put(part, is_last=False)
+
+    def _put(self, answer: list[Output] | bytes | HastenError, *, is_last: bool) -> None:
+        # Encoded in the engine's thread, so that a large response does not hold up the event loop.
+        try:
+            part = self._encode(answer, is_last=is_last) if isinstance(answer, list) else answer
+        except Exception as error:
+            part = to_public_error(self.method, error)
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._parts.put_nowait, (part, is_last))
+
+    def _encode(self, outputs: list[Output], *, is_last: bool) -> bytes:
+        if self.method != STREAM:
+            return encode(self.method, response_to(self.request, outputs))
+        # By triton_final_response a client recognizes the last part of a response, as of a generated text.
+        fields = response_to(self.request, outputs, triton_final_response={"bool_param": is_last})
+        return encode(STREAM, {"infer_response": fields})
 
     def disconnect(self) -> None:
         """Cancel the request: its client has disconnected."""
+        self.is_disconnected = True
         self.cancel()
-        self._answers.put((DisconnectedError("client disconnected"), True))
 
-    def parts(self) -> Iterator[tuple[list[Output], bool]]:
-        """Yield the parts of the response as they come, each with whether it is the last."""
-        is_last = False
-        while not is_last:
-            answer, is_last = self._answers.get()
-            if isinstance(answer, HastenError):
-                raise answer
-            yield answer, is_last
+    async def next_part(self) -> tuple[bytes, bool]:
+        """Return the next encoded part of the response and whether it is the last, or raise the error at its end."""
+        part, is_last = await self._parts.get()
+        if isinstance(part, HastenError):
+            raise part
+        return part, is_last
 
     def record(self, status: int) -> RequestRecord:
         """Return the record of the call for logs, metrics and traces."""
@@ -99,55 +117,17 @@ class GrpcCall:
         return RequestRecord(self._id, self.method, self.model, status, seconds, self.stats, trace)
 
 
-class ResponseQueue:
-    """The calls of a stream in the order of their requests. Adding a call blocks while too many are waiting."""
+def encode(method: str, fields: Mapping[str, Any]) -> bytes:
+    """Return the response of a method with these fields."""
+    return bytes(message(f"{method}Response")(**fields).SerializeToString())
 
-    def __init__(self, idle_s: float) -> None:
-        self._idle_s = idle_s
-        self._calls: deque[GrpcCall] = deque()
-        self._changed = threading.Condition()
-        self._is_complete = self._is_disconnected = False
 
-    def add(self, call: GrpcCall) -> None:
-        """Append a call, once there is room."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_disconnected or len(self._calls) < _MAX_PIPELINED)
-            self._calls.append(call)
-            is_disconnected = self._is_disconnected
-            self._changed.notify_all()
-        if is_disconnected:
-            call.disconnect()
-
-    def complete(self) -> None:
-        """Mark the stream as complete: no call follows."""
-        with self._changed:
-            self._is_complete = True
-            self._changed.notify_all()
-
-    def disconnect(self) -> None:
-        """Cancel all calls: the client has disconnected."""
-        with self._changed:
-            self._is_disconnected = True
-            calls = tuple(self._calls)
-            self._changed.notify_all()
-        for call in calls:
-            call.disconnect()
-
-    def __iter__(self) -> Iterator[GrpcCall]:
-        while True:
-            with self._changed:
-                if not self._changed.wait_for(
-                    lambda: self._calls or self._is_complete or self._is_disconnected, self._idle_s
-                ):
-                    raise DeadlineError(f"the stream was idle for {self._idle_s:g} s")
-                if self._is_disconnected or not self._calls:
-                    return
-                call = self._calls[0]
-            # It stays in the queue while its response is awaited, so that a disconnect cancels it.
-            yield call
-            with self._changed:
-                self._calls.popleft()
-                self._changed.notify_all()
+def to_public_error(method: str, error: Exception) -> HastenError:
+    """Return the error that the client may see; details of others are only logged."""
+    if isinstance(error, HastenError):
+        return error
+    logger.error("%s failed.", method, exc_info=error)
+    return StageError("internal server error: see the server's log")
 
 
 def code_of(status: int) -> Any:

@@ -397,7 +397,7 @@ class Connection(asyncio.Protocol):
     # Flow control and timeouts
 
     def _reset_partial(self) -> None:
-        self._server.release_partial(len(self._parser.partial.body))
+        self._server.buffered_bytes.remove(len(self._parser.partial.body))
         self._parser.partial = PartialRequest()
 
     def _regulate_reading(self) -> None:

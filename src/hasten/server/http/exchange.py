@@ -41,6 +41,7 @@ class DisconnectedError(HastenError):
 # HTTP status of each kind of error; the first match counts. Anything else is an internal error.
 _STATUS: tuple[tuple[type[HastenError], int], ...] = (
     (errors.UnauthorizedError, 401),
+    (errors.ForbiddenError, 403),
     (errors.TooLargeError, 413),
     (errors.OverloadedError, 429),
     (errors.DeadlineError, 504),
@@ -116,7 +117,7 @@ class Exchange(msgspec.Struct, eq=False):
     error_body: Callable[[HastenError], Mapping[str, object]] = plain_error_body
     error_status: Callable[[HastenError], int] = status_of
     # Called when the client disconnects before it has received the whole response.
-    on_close: Callable[[], None] | None = None
+    on_close: Callable[[], object] | None = None
     is_closed: bool = False
     started: float = msgspec.field(default_factory=time.monotonic)
     # For the request record: the model that was called, and what the request cost.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Protocol
 
-from hasten.core.errors import OverloadedError
+from hasten.server.byte_budget import ByteBudget
 from hasten.server.http.exchange import DEFAULT_BODY_BYTES, DisconnectedError, Exchange, Response
 from hasten.server.request_records import RequestListener
 
@@ -27,7 +27,8 @@ class HttpLimits:
     # Between two requests of a connection.
     idle_s: float = 75.0
     connections: int = 4096
-    # Total size of all request bodies that are being received or processed, as received and decompressed.
+    # Total size of all HTTP bodies that are being received or processed, as received and decompressed, and of all gRPC
+    # messages that are processed.
     buffered_bytes: int = 2**29
 
 
@@ -58,7 +59,8 @@ class HttpState:
     # Responses from other threads, which may have sent them already. The event loop settles them before it handles
     # anything else, so that a client that has its response also finds it counted.
     answered: deque[tuple[ManagedConnection, Response]] = field(default_factory=deque)
-    buffered_bytes: int = 0
+    # Used by gRPC as well.
+    buffered_bytes: ByteBudget = field(init=False)
     _bytes_lock: Lock = field(default_factory=Lock, init=False)
     # Requests that the application is processing.
     in_flight: int = 0
@@ -66,6 +68,9 @@ class HttpState:
     is_draining: bool = False
     is_drained: bool = False
     _is_settle_scheduled: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.buffered_bytes = ByteBudget(self.limits.buffered_bytes)
 
     @property
     def is_lightly_loaded(self) -> bool:
@@ -84,22 +89,15 @@ class HttpState:
         with self._bytes_lock:
             if exchange is not None and exchange.is_released:
                 raise DisconnectedError("client disconnected")
-            if self.buffered_bytes + size > self.limits.buffered_bytes:
-                raise OverloadedError("too many request bodies are being received", retry_after_s=1.0)
-            self.buffered_bytes += size
+            self.buffered_bytes.add(size)
             if exchange is not None:
                 exchange.reserved_bytes += size
 
     def release(self, exchange: Exchange) -> None:
         """Give back the bytes of an exchange that is finished. Thread-safe."""
         with self._bytes_lock:
-            self.buffered_bytes -= exchange.reserved_bytes
+            self.buffered_bytes.remove(exchange.reserved_bytes)
             exchange.reserved_bytes, exchange.is_released = 0, True
-
-    def release_partial(self, size: int) -> None:
-        """Give back the bytes of a body that is not received to its end. Thread-safe."""
-        with self._bytes_lock:
-            self.buffered_bytes -= size
 
     def schedule_settle(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have the loop settle answered requests. Thread-safe; one scheduled call serves all responses before it."""

@@ -183,14 +183,18 @@ class ModelRegistry:
         """Register a path without loading it; it is loaded on demand."""
         self._paths[name] = path
 
-    def load_known(self, name: str) -> Model:
-        """Load a model from the path under which it was loaded or registered before."""
+    def known_path(self, name: str) -> Path:
+        """Return the path under which a model was loaded or registered before."""
         if name in self._expected:
             raise UnavailableError(f"'{name}' is not loaded yet")
         path = self._paths.get(name)
         if path is None:
             raise PlanError(f"'{name}' is not one of this server's models", hint=f"known: {', '.join(self._paths)}")
-        return self.load(path, name)
+        return path
+
+    def load_known(self, name: str) -> Model:
+        """Load a model from the path under which it was loaded or registered before."""
+        return self.load(self.known_path(name), name)
 
     @property
     def paths(self) -> dict[str, Path]:

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from hasten.core.errors import AccuracyError, BundleError, HastenError, InputError, PlanError
+from hasten.core.errors import HastenError, InputError, PlanError
 from hasten.core.tensors import ATTENTION_MASK, BATCH, Batch, Outputs, real_positions, repad
 from hasten.server.http.exchange import to_json_value
 from hasten.server.models.encoder_model import EncoderModel
-from hasten.server.models.registry import Model, ModelRegistry
+from hasten.server.models.registry import Model
 from hasten.server.protocols.routes import require_encoder
 from hasten.server.request_records import RequestStats
 from hasten.tasks import Encoded
@@ -174,19 +174,6 @@ def check_version(version: str) -> None:
     """Raise unless this is the only version that models have."""
     if version not in ("", VERSION):
         raise PlanError(f"model version {version} does not exist", hint=f"use version {VERSION}")
-
-
-def load(models: ModelRegistry, name: str, parameters: Mapping[str, Any]) -> None:
-    """Load or reload a model. If its bundle is damaged, the loaded model stays.
-
-    Load parameters, which tritonserver's clients may send, are not supported.
-    """
-    if parameters:
-        raise InputError("load parameters are not supported", hint=f"leave out {', '.join(parameters)}")
-    try:
-        models.load_known(name)
-    except (BundleError, AccuracyError) as error:
-        raise InputError(error.message, hint=error.hint) from error
 
 
 def reject_parameters(tensor: str, parameters: Mapping[str, Any]) -> None:

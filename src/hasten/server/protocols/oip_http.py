@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NotRequired, TypedDict
 
 import msgspec
@@ -14,7 +15,7 @@ from hasten.server.http.exchange import BINARY, JSON, TEXT, Exchange, Response, 
 from hasten.server.models.registry import Model, repository
 from hasten.server.protocols import oip
 from hasten.server.protocols.oip import VERSION, Inference, Metadata, Output, Tensor, check_version
-from hasten.server.protocols.routes import HttpCall, Route, run_in_thread, with_version
+from hasten.server.protocols.routes import HttpCall, Route, with_version
 from hasten.server.request_records import RequestStats
 
 logger = logging.getLogger("hasten")
@@ -139,12 +140,19 @@ def repository_index(call: HttpCall) -> None:
 def repository_load(call: HttpCall) -> None:
     """Load or reload a model."""
     parameters = _repository_request(call).parameters
-    run_in_thread(call, lambda: oip.load(call.models, call.names["model"], parameters))
+    call.exchange.on_close = call.control.load(call.names["model"], parameters, partial(_controlled, call))
 
 
 def repository_unload(call: HttpCall) -> None:
     """Unload a model."""
-    run_in_thread(call, lambda: call.models.unload(call.names["model"]))
+    call.exchange.on_close = call.control.unload(call.names["model"], partial(_controlled, call))
+
+
+def _controlled(call: HttpCall, error: HastenError | None) -> None:
+    if error is None:
+        call.exchange.reply(Response.text(""))
+    else:
+        call.exchange.fail(error)
 
 
 def _repository_request(call: HttpCall) -> RepositoryRequest:
@@ -224,6 +232,7 @@ def _response(model: str, request: InferRequest, outputs: Sequence[Output]) -> R
 
 _MODEL, _INDEX = "/v2/models/{model}", "/v2/repository/index"
 _Index = list[dict[str, str]]
+_IF_OFF = {403: "model control is off"}
 _LOAD, _UNLOAD = (f"/v2/repository/models/{{model}}/{action}" for action in ("load", "unload"))
 ROUTES = (
     *with_version(
@@ -234,6 +243,6 @@ ROUTES = (
     # Not open: its answer depends on whether a model exists.
     *with_version(Route("GET", f"{_MODEL}/ready", model_ready, "Readiness of a model", None, str, (TEXT,))),
     Route("POST", _INDEX, repository_index, "List the models of the repository", RepositoryRequest, _Index),
-    Route("POST", _LOAD, repository_load, "Load or reload a model", RepositoryRequest, str, (TEXT,)),
-    Route("POST", _UNLOAD, repository_unload, "Unload a model", None, str, (TEXT,)),
+    Route("POST", _LOAD, repository_load, "Load or reload a model", RepositoryRequest, str, (TEXT,), statuses=_IF_OFF),
+    Route("POST", _UNLOAD, repository_unload, "Unload a model", None, str, (TEXT,), statuses=_IF_OFF),
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -14,6 +14,7 @@ import msgspec
 
 from hasten.core.errors import HastenError, InputError, PlanError, StageError
 from hasten.server.http.exchange import JSON, Exchange, Response, plain_error_body, status_of
+from hasten.server.models.control import ModelControl
 from hasten.server.models.encoder_model import EncoderModel
 from hasten.server.models.generative_model import GenerativeModel
 from hasten.server.models.registry import Model, ModelRegistry
@@ -41,11 +42,12 @@ def require_generative(model: Model) -> GenerativeModel:
 
 
 class HttpCall(msgspec.Struct, frozen=True):
-    """A request at a route, with the names in its path and the models of the server."""
+    """A request at a route, with the names in its path, the models of the server, and who may change them."""
 
     exchange: Exchange
     models: ModelRegistry
     names: Mapping[str, str]
+    control: ModelControl
 
     def model_named(self, name: str) -> Model:
         """Return the model of that name."""
@@ -78,12 +80,12 @@ class HttpCall(msgspec.Struct, frozen=True):
             self.exchange.reply(answer)
 
 
-def run_in_thread(call: HttpCall, answer: Callable[[], Response | None]) -> None:
-    """Reply with the response, or with an empty one, from a new thread: it would block the event loop."""
+def run_in_pool(pool: Executor, call: HttpCall, answer: Callable[[], Response]) -> None:
+    """Reply with the response from a thread of the pool: it would block the event loop."""
 
     def run() -> None:
         try:
-            response = answer() or Response.text("")
+            response = answer()
         except HastenError as error:
             call.exchange.fail(error)
         except Exception:
@@ -92,7 +94,8 @@ def run_in_thread(call: HttpCall, answer: Callable[[], Response | None]) -> None
         else:
             call.exchange.reply(response)
 
-    threading.Thread(target=run, daemon=True).start()
+    # A client that disconnects withdraws a request that has not begun.
+    call.exchange.on_close = pool.submit(run).cancel
 
 
 @dataclass(frozen=True, slots=True)
