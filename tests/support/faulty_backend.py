@@ -8,9 +8,11 @@ from pathlib import Path
 from hasten.bundle import Bundle
 
 # The backend looks for files in FAULTY_FOLDER: with "wait" it does not open, with "hang" it does not return from a run
-# (and creates "hangs"), with "fail" a run raises an error.
+# (and creates "hangs"), with "fail" a run raises an error, and with a number in "fail" only a run of rows that long.
+# Threads whose names contain the text in "kill" end; the method that "break" names (module, class, method) raises.
 _BACKEND = """
-import os, time
+import ctypes, os, threading, time
+from importlib import import_module
 from pathlib import Path
 from hasten.backends import PaddedSession
 from hasten.backends.graph import Graph
@@ -26,8 +28,28 @@ class Session(PaddedSession):
             (FOLDER / "hangs").touch()
             time.sleep(0.01)
         if (FOLDER / "fail").exists():
-            raise RuntimeError("out of luck")
+            tokens = (FOLDER / "fail").read_text()
+            if not tokens or int(tokens) in batch.lengths:
+                raise RuntimeError("out of luck")
         return self._inner.run(batch)
+
+def inject():
+    while True:
+        if (FOLDER / "kill").exists():
+            name = (FOLDER / "kill").read_text()
+            for thread in threading.enumerate():
+                if name in thread.name:
+                    # Takes effect when the thread wakes up.
+                    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+                    raise_in(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+            (FOLDER / "kill").unlink()
+        if (FOLDER / "break").exists():
+            module, owner, method = (FOLDER / "break").read_text().split()
+            def fail(*_):
+                raise RuntimeError("out of order")
+            setattr(getattr(import_module(module), owner), method, fail)
+            (FOLDER / "break").unlink()
+        time.sleep(0.01)
 
 class Faulty(Graph):
     name = "faulty"
@@ -35,6 +57,7 @@ class Faulty(Graph):
     def open(self, artifact, options):
         while (FOLDER / "wait").exists():
             time.sleep(0.01)
+        threading.Thread(target=inject, daemon=True).start()
         return Session(super().open(artifact, options))
 
 BACKEND = Faulty()

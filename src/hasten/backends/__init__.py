@@ -20,7 +20,7 @@ from hasten.core.placement import OperatorPlacement, SelfTest
 from hasten.core.plan import Shapes
 from hasten.core.registry import Registry
 from hasten.core.system.closing import Closing
-from hasten.core.system.hardware import Gpu, Machine, usable_cores
+from hasten.core.system.hardware import GPU_FAILURE_HINT, Gpu, Machine, usable_cores
 from hasten.core.tensors import (
     BATCH,
     SEQUENCE,
@@ -311,6 +311,8 @@ def probe_packages(backend: Backend) -> Support:
 
 def probe_gpu(machine: Machine) -> Support:
     """Return whether the machine has an NVIDIA GPU."""
+    if machine.gpu_failure:
+        return Support.no(f"the CUDA driver fails: {machine.gpu_failure}", GPU_FAILURE_HINT)
     return Support.yes() if machine.gpus else Support.no("there is no NVIDIA GPU here")
 
 

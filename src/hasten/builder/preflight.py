@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from hasten.backends.onnxruntime import stored_precision
@@ -14,8 +15,8 @@ from hasten.bundle.write import check_target
 from hasten.core.errors import StageError, missing_package
 from hasten.core.plan import Plan
 from hasten.core.system.cache import cache_directory
-from hasten.core.system.hardware import this_machine
-from hasten.core.variant import Precision
+from hasten.core.system.hardware import GPU_FAILURE_HINT, this_machine
+from hasten.core.variant import CPU, Precision
 from hasten.measure.data import read_data
 from hasten.quantize.recipe import read_recipe
 
@@ -48,7 +49,11 @@ def preflight(
     )
     files = find_model(plan, with_weights=False, directory=directory)
     model = ResolvedModel(files, detect_task(files, plan), _precision(files), qdq_precision)
-    candidates = model.family.pipeline.preflight(plan, model, data, this_machine())
+    machine = this_machine()
+    candidates = model.family.pipeline.preflight(plan, model, data, machine)
+    if machine.gpu_failure and plan.device != CPU:
+        note = f"built for the CPU, since the CUDA driver fails: {machine.gpu_failure} ({GPU_FAILURE_HINT})"
+        candidates = replace(candidates, notes=(note, *candidates.notes))
     target = output or cache_directory() / "bundles" / _cache_name(files, directory)
     if output is None:
         check_target(target, force=True)

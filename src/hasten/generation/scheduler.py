@@ -148,6 +148,13 @@ class DecodeScheduler:
             state.free(self._decoder)
             self._free_slots += state.slots
 
+    def warm_up(self) -> None:
+        """Prefill one token in a free slot, if there is one; an error means that the decoder does not work."""
+        if self._free_slots:
+            slot = self._free_slots[-1]
+            self._decoder.prefill(slot, np.zeros(1, np.int32))
+            self._decoder.free(slot)
+
     def clear(self) -> None:
         """Cancel every sequence, for example after a failure of the decoder."""
         while self._waiting:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.core.errors import HastenError
 from hasten.core.placement import SelfTest
-from hasten.core.system.hardware import Machine, this_machine
+from hasten.core.system.hardware import GPU_FAILURE_HINT, Machine, this_machine
 from hasten.measure.isolated_probe import check_backend, check_package
 from hasten.measure.packages import Package, read_packages
 
@@ -70,6 +70,8 @@ def diagnose() -> Diagnosis:
     """Check all packages and backends on this machine."""
     machine = this_machine()
     packages, problems = _packages()
+    if machine.gpu_failure:
+        problems.append(Problem(f"the CUDA driver fails: {machine.gpu_failure}", GPU_FAILURE_HINT))
     base = check_package(_BASE_MODULE)
     with ThreadPoolExecutor(machine.cores) as pool:
         if base.error:

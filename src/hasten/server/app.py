@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hasten.core.errors import HastenError, StageError, TooLargeError
 from hasten.server import health
@@ -18,7 +18,7 @@ from hasten.server.models.registry import ModelRegistry
 from hasten.server.protocols import huggingface, oip_http, openai_completions, openai_embeddings, tei, triton_generate
 from hasten.server.protocols.routes import HttpCall, NotFoundError, Route, Router
 from hasten.server.request_records import RequestListener, RequestRecord
-from hasten.server.scheduling.engine_lifecycle import RetiredError
+from hasten.server.scheduling.engine_lifecycle import RetiredError, ThreadPool
 from hasten.server.telemetry.metrics import Metrics
 
 logger = logging.getLogger("hasten")
@@ -63,14 +63,40 @@ class App:
         self._stall_timeout_s = stall_timeout_s
         self._on_close = on_close
         # One thread: decoding holds the interpreter lock, so a second would only delay the event loop.
-        self.readers = ThreadPoolExecutor(1, "read")
+        self.readers = ThreadPool(1, "read")
+        self._failed_task: str | None = None
         self._router = Router([route for routes in PROTOCOLS for route in routes] + health.routes(self))
         self.routes = self._router.routes
 
     def is_alive(self) -> bool:
-        """Return whether no batch or decode step has been overdue for longer than the stall timeout."""
+        """Return whether the process works; otherwise only a restart helps."""
+        return self.fault() is None
+
+    def can_serve(self) -> bool:
+        """Return whether requests should be sent here: models are loaded, and none of their sessions fails."""
+        return self.is_ready and self.is_alive() and not any(model.engine.is_recovering for model in self.models)
+
+    def fault(self) -> str | None:
+        """Return why only a restart helps: a stalled or broken session, or a thread or task that has ended."""
         now = time.monotonic()
-        return all(model.engine.stalled_for_s(now) < self._stall_timeout_s for model in self.models)
+        for model in self.models:
+            if model.engine.stalled_for_s(now) >= self._stall_timeout_s:
+                return f"a session of {model.name} has stalled"
+            if (fault := model.engine.fault()) is not None:
+                return f"{model.name}: {fault}"
+        if not all(thread.is_alive() for thread in self.readers.threads):
+            return "a thread that reads requests has ended"
+        return self._failed_task
+
+    def supervise(self, task: asyncio.Future[Any]) -> None:
+        """Report a fault if a background task raises an error: nothing would run it again."""
+
+        def check(task: asyncio.Future[Any]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._failed_task = f"a background task failed: {type(error).__name__}: {error}"
+                logger.error("%s", self._failed_task, exc_info=error)
+
+        task.add_done_callback(check)
 
     def __call__(self, exchange: Exchange) -> None:
         exchange.watch = self.watch

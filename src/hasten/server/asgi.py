@@ -60,7 +60,10 @@ class Asgi:
             await send({"type": "websocket.close", "code": 1003})
 
     async def _run_lifespan(self, receive: Receive, send: Send) -> None:
-        clock = asyncio.ensure_future(run_periodic_tasks(self._inner)) if self._inner else None
+        clock = None
+        if self._inner is not None:
+            clock = asyncio.ensure_future(run_periodic_tasks(self._inner))
+            self._inner.supervise(clock)
         await receive()  # lifespan.startup
         await send({"type": "lifespan.startup.complete"})
         await receive()  # lifespan.shutdown

@@ -23,15 +23,18 @@ class ServerStatus(Protocol):
     """The part of the application that the operators' routes report on."""
 
     metrics: Metrics
-    # Threads for what would block the event loop.
-    readers: ThreadPoolExecutor
     routes: tuple[Route, ...]
     keys: ApiKeys
-    # Whether all models are loaded and the server is not shutting down.
-    is_ready: bool
+
+    @property
+    def readers(self) -> ThreadPoolExecutor:
+        """Return the threads for what would block the event loop."""
 
     def is_alive(self) -> bool:
-        """Return whether no session is stalled."""
+        """Return whether the process works; otherwise only a restart helps."""
+
+    def can_serve(self) -> bool:
+        """Return whether requests should be sent here."""
 
 
 def routes(server: ServerStatus) -> list[Route]:
@@ -41,7 +44,7 @@ def routes(server: ServerStatus) -> list[Route]:
         call.exchange.reply(Response.text("", 200 if server.is_alive() else 503))
 
     def ready(call: HttpCall) -> None:
-        call.exchange.reply(Response.text("", 200 if server.is_ready and server.is_alive() else 503))
+        call.exchange.reply(Response.text("", 200 if server.can_serve() else 503))
 
     def metrics(call: HttpCall) -> None:
         # Queries the GPU driver and renders hundreds of lines.

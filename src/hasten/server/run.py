@@ -38,9 +38,11 @@ from hasten.server.tls import Tls, TlsFiles
 
 logger = logging.getLogger("hasten")
 
-# The exit code of a process with a stalled session.
-EXIT_STALLED = 70
-_LIVENESS_CHECK_S = 1.0
+# The exit code of a process that a supervisor should restart.
+EXIT_FAULT = 70
+_HEALTH_CHECK_S = 0.5
+# Time for liveness probes and load balancers to notice a fault before the process exits.
+_FAULT_LINGER_S = 2.0
 # The delay after which an expired request is answered at the latest.
 _TICK_S = 0.02
 # Allocations before the garbage collector runs; requests leave it next to nothing to collect.
@@ -161,7 +163,7 @@ class _Process:
                 self._is_loading = False
             if grpc is not None:
                 grpc.health.report(is_ready=True)
-            self._start_task(self._exit_if_stalled(grpc))
+            self._start_task(self._exit_on_fault(grpc))
             self._start_task(run_periodic_tasks(self._app))
             if settings.reload_interval is not None:
                 self._start_task(self._reload_every(changes, settings.reload_interval))
@@ -218,6 +220,7 @@ class _Process:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        self._app.supervise(task)
 
     async def _reload_all(self, changes: ReloadWatcher) -> None:
         """Reload bundles, API keys and TLS certificates on SIGHUP."""
@@ -255,17 +258,20 @@ class _Process:
             await asyncio.sleep(seconds)
             await self._reload(changes)
 
-    async def _exit_if_stalled(self, grpc: Any | None) -> None:
-        """Exit once a session stalls: a session cannot be interrupted, but a supervisor can restart the process."""
-        while self._app.is_alive():
-            await asyncio.sleep(_LIVENESS_CHECK_S)
-        if grpc is not None:
-            grpc.health.report(is_ready=False)
-        logger.critical("a session has stalled: exiting with code 70, so that a supervisor restarts the process")
-        # Liveness probes fail in the meantime.
-        await asyncio.sleep(2 * _LIVENESS_CHECK_S)
-        self._app.metrics.deferred.run()
-        os._exit(EXIT_STALLED)
+    async def _exit_on_fault(self, grpc: Any | None) -> None:
+        """Report readiness to gRPC, and exit on a fault that the process cannot repair but a supervisor can."""
+        was_ready, fault = True, None
+        while fault is None:
+            await asyncio.sleep(_HEALTH_CHECK_S)
+            fault, is_ready = self._app.fault(), self._app.can_serve()
+            if grpc is not None and is_ready != was_ready:
+                grpc.health.report(is_ready=is_ready)
+            was_ready = is_ready
+        logger.critical("%s: exiting with code %d, so that a supervisor restarts the process", fault, EXIT_FAULT)
+        await asyncio.sleep(_FAULT_LINGER_S)
+        with suppress(Exception):
+            self._app.metrics.deferred.run()
+        os._exit(EXIT_FAULT)
 
     async def _drain(self, server: asyncio.Server, grpc: Any | None) -> None:
         """Close the sockets, answer the requests of open connections with `connection: close`, then stop."""

@@ -15,6 +15,7 @@ from hasten.core.system.hardware import this_machine
 from hasten.core.variant import Precision, Variant
 from hasten.onnx_graph import operators
 from hasten.predictor import first_runnable_variant
+from support.fakes.cuda_driver import driver
 
 FP16 = Variant.parse("onnxruntime-fp16@cuda")
 HAS_GPU = BACKENDS.get("onnxruntime").probe(this_machine(), FP16).ok
@@ -59,3 +60,24 @@ def test_gpu_build_is_rejected_without_a_gpu(
         assert main(["build", str(tiny_classifier("bert")), "-o", str(tmp_path / "b"), *words]) == 3
         assert message in " ".join(capsys.readouterr().err.split())
         assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.skipif(bool(this_machine().gpus), reason="there is a device to build for")
+def test_build_reports_a_driver_that_fails(
+    tiny_classifier: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(driver(tmp_path, "A")))
+    monkeypatch.setenv("FAILS", "999")
+    failure = "the CUDA driver fails: cuInit returns CUDA_ERROR_UNKNOWN (999)"
+    model, words = str(tiny_classifier("bert")), ["-o", str(tmp_path / "b"), "--dry-run"]
+    this_machine.cache_clear()
+    try:
+        assert main(["build", model, *words]) == 0
+        assert f"built for the CPU, since {failure}" in " ".join("".join(capsys.readouterr()).split())
+        assert main(["build", model, *words, "--device", "cuda"]) == 3
+        assert failure in " ".join(capsys.readouterr().err.split())
+    finally:
+        this_machine.cache_clear()

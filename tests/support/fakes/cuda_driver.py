@@ -12,7 +12,8 @@ CUDA = """
 #include <stdlib.h>
 #include <string.h>
 static const char *names[] = {NAMES};
-int cuInit(unsigned flags) { if (getenv("CRASHES")) abort(); return flags || getenv("FAILS") ? 999 : 0; }
+int cuInit(unsigned flags) { if (getenv("CRASHES")) abort(); return getenv("FAILS") ? atoi(getenv("FAILS")) : flags; }
+int cuGetErrorName(int error, const char **name) { *name = "CUDA_ERROR_UNKNOWN"; return error == 999 ? 0 : 1; }
 int cuDeviceGetCount(int *count) { *count = sizeof names / sizeof *names; return 0; }
 int cuDeviceGet(int *device, int index) { *device = 40 + index; return 0; }
 int cuDeviceGetName(char *name, int size, int device) { strncpy(name, names[device - 40], size); return 0; }

@@ -12,7 +12,20 @@ import pytest
 from hasten.core.system.hardware import Gpu, this_machine
 from support.fakes.cuda_driver import driver, management
 
-PROGRAM = "from hasten.core.system.hardware import this_machine; print(this_machine().gpus)"
+PROGRAM = """
+import os
+from hasten.core.system.hardware import this_machine
+print(getattr(this_machine(), os.environ.get("FIELD", "gpus")))
+"""
+
+# Without the checks of packages and backends, which take seconds.
+DOCTOR = """
+from hasten.measure import doctor
+doctor.check_package = lambda module: doctor.check_backend.__globals__["Checkup"]("left out")
+doctor._broken = lambda pool, packages: []
+for problem in doctor.diagnose().problems:
+    print(problem.message, problem.hint)
+"""
 
 
 def list_gpus(folder: Path, **variables: str) -> str:
@@ -41,9 +54,27 @@ def test_driver_is_found_in_tritons_directory(tmp_path: Path) -> None:
     assert "name='A'" in list_gpus(tmp_path / "A", TRITON_LIBCUDA_PATH=str(tmp_path / "C"))
 
 
-@pytest.mark.parametrize("failure", ["FAILS", "CRASHES"])
-def test_broken_driver_means_no_gpus_and_no_crash(failure: str, tmp_path: Path) -> None:
-    assert list_gpus(driver(tmp_path, "A"), **{failure: "1"}) == "()"
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        ({"FAILS": "999"}, "cuInit returns CUDA_ERROR_UNKNOWN (999)"),
+        ({"FAILS": "803"}, "cuInit returns error 803"),
+        ({"CRASHES": "1"}, "it ends its process with status -6"),
+        # There is no device.
+        ({"FAILS": "100"}, ""),
+    ],
+)
+def test_driver_that_fails_gives_the_reason(failure: dict[str, str], reason: str, tmp_path: Path) -> None:
+    assert list_gpus(driver(tmp_path, "A"), FIELD="gpu_failure", **failure) == reason
+    assert list_gpus(tmp_path, **failure) == "()"
+
+
+def test_doctor_reports_a_driver_that_fails(tmp_path: Path) -> None:
+    variables = {"LD_LIBRARY_PATH": str(driver(tmp_path, "A")), "TRITON_LIBCUDA_PATH": "", "FAILS": "999"}
+    command = [sys.executable, "-c", DOCTOR]
+    result = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True).stdout
+    assert "the CUDA driver fails: cuInit returns CUDA_ERROR_UNKNOWN (999)" in result
+    assert "nvidia-smi" in result
 
 
 def test_gpus_equal_those_of_pytorch() -> None:

@@ -13,7 +13,18 @@ import pytest
 
 from hasten.backends import PaddedSession
 from hasten.core.errors import DeadlineError, InputError, OverloadedError, StageError, UnavailableError
-from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Layout, Outputs, SessionSpec, Signature, TensorSpec
+from hasten.core.tensors import (
+    BATCH,
+    SEQUENCE,
+    Batch,
+    DType,
+    Layout,
+    Outputs,
+    SessionSpec,
+    Shape,
+    Signature,
+    TensorSpec,
+)
 from hasten.server.scheduling.core_scheduler import CoreScheduler
 from hasten.server.scheduling.encoder_engine import EncoderRequest, Engine, EngineObserver
 from hasten.server.scheduling.queue import Limits
@@ -40,6 +51,11 @@ class SummingSession(PaddedSession):
         self.is_in = False
         self.gate = threading.Event()
         self.gate.set()
+        self.is_broken = False
+
+    def warm(self, shapes: Sequence[Shape]) -> None:
+        if self.is_broken:
+            raise StageError("the device does not answer")
 
     def run(self, batch: Batch) -> Outputs:
         self.is_in = True
@@ -501,3 +517,25 @@ def test_engine_survives_failing_callbacks_and_observers(session: SummingSession
 def test_input_without_tokens_is_rejected(engine: Engine, rows: list[list[int]]) -> None:
     assert isinstance(Submitted(engine, rows).wait(), InputError)
     assert engine.drain(5)
+
+
+def test_broken_session_fails_its_batch_at_once_and_is_reported(engine: Engine, session: SummingSession) -> None:
+    session.gate.clear()
+    sent = [Submitted(engine, [[POISON]])]
+    wait_until(lambda: session.is_in)
+    sent += [Submitted(engine, [[POISON]]) for _ in range(8)]
+    wait_until(lambda: engine.waiting >= 8)
+    session.is_broken = True
+    session.gate.set()
+    assert all(isinstance(each.wait(), StageError) for each in sent)
+    # The batch of eight was not split: no request is at fault.
+    assert session.batches == [1, 8]
+    wait_until(lambda: engine.fault() == "every batch fails: the device does not answer")
+    assert engine.is_recovering
+
+
+def test_request_at_fault_does_not_make_its_engine_faulty(engine: Engine) -> None:
+    for _ in range(5):
+        assert isinstance(Submitted(engine, [[POISON]]).wait(), StageError)
+    assert engine.fault() is None
+    assert not engine.is_recovering

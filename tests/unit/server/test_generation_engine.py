@@ -51,10 +51,13 @@ class CountingDecoder:
         self.gate = threading.Event()
         self.gate.set()
         self.fails = False
+        self.is_broken = False
         self.is_closed = False
 
     def prefill(self, slot: int, ids: Any) -> Any:
         self.gate.wait()
+        if self.is_broken:
+            raise RuntimeError("the device does not answer")
         if POISON in ids:
             raise StageError("this prompt cannot be read")
         assert slot not in self.in_use
@@ -411,3 +414,20 @@ def test_observer_sees_starts_steps_and_ends(engines: Any) -> None:
     assert len(observer.started) == 2
     assert [result.prompt_tokens for result in observer.ended] == [1, 2]
     assert set(observer.rows) <= {1, 2}
+
+
+def test_broken_decoder_is_reported(engines: Any) -> None:
+    engine, decoder = engines()
+    decoder.is_broken = True
+    assert isinstance(Submitted(engine, [4]).wait(), StageError)
+    wait_until(lambda: engine.is_recovering)
+    wait_until(lambda: engine.fault() == "every batch fails: the device does not answer")
+
+
+def test_prompt_at_fault_does_not_make_its_engine_faulty(engines: Any) -> None:
+    engine, _ = engines(slots=2)
+    running = Submitted(engine, [4], tokens=CONTEXT // 20)
+    for _ in range(5):
+        assert isinstance(Submitted(engine, [POISON]).wait(), StageError)
+    assert running.wait()[0].tokens == CONTEXT // 20
+    assert (engine.fault(), engine.is_recovering) == (None, False)

@@ -98,7 +98,8 @@ def device_of(plan: Plan, machine: Machine, baseline: str) -> str:
     if plan.device is None:
         return CPU
     if not machine.gpus:
-        raise UnsupportedError("--device cuda needs an NVIDIA GPU, and this machine has none", hint="--device cpu")
+        reason = f"the CUDA driver fails: {machine.gpu_failure}" if machine.gpu_failure else "this machine has none"
+        raise UnsupportedError(f"--device cuda needs an NVIDIA GPU, and {reason}", hint="--device cpu")
     probes = {backend.name: backend.probe(machine, Variant(backend.name, Precision.FP16, CUDA)) for backend in stored}
     reasons = "; ".join(f"{name}: {support.reason}" for name, support in probes.items() if not support.ok)
     hint = next((support.hint for support in probes.values() if support.hint), "--device cpu")

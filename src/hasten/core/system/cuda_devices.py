@@ -18,22 +18,30 @@ _CUDA_LIBRARY, _NVML_LIBRARY = "libcuda.so.1", "libnvidia-ml.so.1"
 # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR in cuda.h.
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 _NAME_BYTES = 128
+# CUDA_ERROR_STUB_LIBRARY and CUDA_ERROR_NO_DEVICE: there is no GPU, and nothing is broken.
+_NO_GPU = (34, 100)
 # Loading a driver for the first time takes seconds, longer with many GPUs.
 _TIMEOUT_S = 60.0
 
 
-def visible() -> list[dict[str, Any]]:
-    """Return the name, memory_bytes, capability and driver of each GPU, in CUDA's order; none without a driver."""
+def visible() -> tuple[list[dict[str, Any]], str]:
+    """Return the name, memory_bytes, capability and driver of each GPU, in CUDA's order, and why the driver fails.
+
+    Without a driver or a GPU there are none, and no failure.
+    """
     if _load_driver() is None:
-        return []
+        return [], ""
     command = [sys.executable or "python3", "-I", "-S", __file__]
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
-        devices: list[dict[str, Any]] = json.loads(process.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        # Without an answer from the driver no GPU can be used.
-        return []
-    return devices
+        devices, failure = json.loads(process.stdout)
+    except subprocess.TimeoutExpired:
+        return [], f"it does not answer within {_TIMEOUT_S:.0f} s"
+    except subprocess.CalledProcessError as error:
+        return [], f"it ends its process with status {error.returncode}"
+    except (OSError, ValueError) as error:
+        return [], f"it cannot be queried: {error}"
+    return devices, failure
 
 
 def _load_driver() -> Any | None:
@@ -49,12 +57,21 @@ def _load(library: str) -> Any | None:
         return None
 
 
-def _query_driver() -> list[dict[str, Any]]:
+def _query_driver() -> tuple[list[dict[str, Any]], str]:
     cuda, count = _load_driver(), ctypes.c_int()
-    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
-        return []
+    if cuda is None:
+        return [], ""
+    for call, status in (("cuInit", cuda.cuInit(0)), ("cuDeviceGetCount", cuda.cuDeviceGetCount(ctypes.byref(count)))):
+        if status:
+            return [], "" if status in _NO_GPU else f"{call} returns {_error_name(cuda, status)}"
     driver = _driver_version(cuda)
-    return [_query_device(cuda, index) | {"driver": driver} for index in range(count.value)]
+    return [_query_device(cuda, index) | {"driver": driver} for index in range(count.value)], ""
+
+
+def _error_name(cuda: Any, status: int) -> str:
+    name = ctypes.c_char_p()
+    is_known = hasattr(cuda, "cuGetErrorName") and cuda.cuGetErrorName(status, ctypes.byref(name)) == 0
+    return f"{name.value.decode()} ({status})" if is_known and name.value else f"error {status}"
 
 
 def _query_device(cuda: Any, index: int) -> dict[str, Any]:

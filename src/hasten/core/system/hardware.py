@@ -49,6 +49,9 @@ class Gpu:
     driver: str
 
 
+GPU_FAILURE_HINT = "nvidia-smi should list the GPUs: check the driver's log (dmesg), then reload it or restart"
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The hardware and the library versions that results depend on."""
@@ -62,6 +65,8 @@ class Machine:
     gpus: tuple[Gpu, ...]
     python: str
     libraries: dict[str, str]
+    # Why the CUDA driver cannot be used; empty if it works or there is no driver or GPU.
+    gpu_failure: str = ""
 
     def has(self, *instructions: str) -> bool:
         """Return whether the CPU has any of these instruction sets."""
@@ -77,6 +82,7 @@ class Machine:
 def this_machine() -> Machine:
     """Return the description of this machine, computed once."""
     model, flags = _cpu()
+    gpus, gpu_failure = cuda_devices.visible()
     return Machine(
         system=f"{platform.system()} {platform.release()}",
         architecture=platform.machine(),
@@ -84,9 +90,10 @@ def this_machine() -> Machine:
         instructions=tuple(ours for theirs, ours in _INSTRUCTIONS.items() if theirs in flags),
         cores=usable_cores(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        gpus=tuple(Gpu(**gpu) for gpu in cuda_devices.visible()),
+        gpus=tuple(Gpu(**gpu) for gpu in gpus),
         python=platform.python_version(),
         libraries=library_versions(),
+        gpu_failure=gpu_failure,
     )
 
 

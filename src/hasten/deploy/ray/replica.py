@@ -105,9 +105,9 @@ class Replica:
                 logger.warning("the bundle %s on this node differs from the deployed one: deploy again", name)
 
     def check(self) -> None:
-        """Raise an UnavailableError if a session has stalled."""
-        if not self._app.is_alive():
-            raise UnavailableError("a session has stalled")
+        """Raise an UnavailableError if only a restart of this replica helps."""
+        if (fault := self._app.fault()) is not None:
+            raise UnavailableError(fault)
 
     def hold(self, name: str) -> ModelHandle:
         """Load a model, which stays loaded until the handle is deleted."""

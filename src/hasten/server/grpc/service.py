@@ -65,7 +65,7 @@ class Service:
         # Each returns the fields of its response.
         methods: dict[str, Callable[[GrpcCall], Mapping[str, Any] | None]] = {
             "ServerLive": lambda _: {"live": self._app.is_alive()},
-            "ServerReady": lambda _: {"ready": self._app.is_ready and self._app.is_alive()},
+            "ServerReady": lambda _: {"ready": self._app.can_serve()},
             "ModelReady": self._model_ready,
             "ServerMetadata": lambda _: {"name": "hasten", "version": __version__, "extensions": EXTENSIONS},
             "ModelMetadata": self._model_metadata,

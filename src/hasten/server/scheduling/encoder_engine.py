@@ -17,7 +17,7 @@ import numpy as np
 
 from hasten.backends import Session
 from hasten.core.errors import DeadlineError, HastenError, InputError, StageError, UnavailableError
-from hasten.core.tensors import Outputs, Signature, gather
+from hasten.core.tensors import Outputs, Shape, Signature, gather
 from hasten.server.request_records import RequestStats
 from hasten.server.scheduling.admission import TokenAdmission
 from hasten.server.scheduling.core_scheduler import CoreScheduler, Share
@@ -29,6 +29,9 @@ from hasten.tasks import Encoded
 logger = logging.getLogger("hasten")
 
 Answer = TypeVar("Answer")
+
+# The row that tells a broken session from a request that makes it fail.
+_PROBE = Shape(1, 8)
 
 
 class EncoderRequest(msgspec.Struct, Generic[Answer], eq=False):
@@ -201,14 +204,21 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
         self._guarded(lambda: self._observer.on_batch(job, seconds), "a batch could not be counted")
 
     def _isolate(self, worker: SessionWorker, job: BatchJob, error: BaseException) -> None:
-        """Run a failed batch again split in two until the request at fault is alone."""
-        if len(job.slices) > 1:
+        """Run a failed batch again split in two until the request at fault is alone, if the session still works."""
+        works = self._works(worker)
+        if works and len(job.slices) > 1:
             half = len(job.slices) // 2
             for slices in (job.slices[:half], job.slices[half:]):
                 self._run(worker, BatchJob.of(slices, job.round_up))
             return
         logger.error("a batch of %d rows failed: %s", len(job.batch), error)
-        self._end(job.slices[0].request, model_failure(error))
+        for part in job.slices:
+            self._end(part.request, model_failure(error))
+        if not works:
+            self._await_recovery(worker)
+
+    def _warm_up(self, worker: SessionWorker) -> None:
+        worker.resource.warm([_PROBE])
 
     def _distribute(self, job: BatchJob, parts: Sequence[Outputs], seconds: float) -> None:
         """Give each request the outputs of its rows, and answer the requests that are complete."""

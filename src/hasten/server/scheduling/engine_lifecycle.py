@@ -7,6 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -28,6 +29,9 @@ _STALL_FACTOR, _UNTIMED_S_PER_TOKEN = 10, 0.1
 _TIMING_DECAY = 0.9
 # Time for idle threads to end.
 _CLOSE_S = 1.0
+# A session that fails on its warm-up row, and again after each of these pauses, is broken: errors of a GPU are sticky,
+# and only a new process gets rid of them.
+_RETRY_S = (0.5, 1.0)
 
 
 class RetiredError(UnavailableError):
@@ -44,6 +48,17 @@ class EngineWorker(Generic[Resource]):
     busy_since: float | None = field(init=False, default=None)
     # Until when it may run before it counts as stalled; None while it waits for cores.
     allowed_until: float | None = field(init=False, default=None)
+    # Why the warm-up row failed after a batch had failed; empty while the resource works.
+    failure: str = field(init=False, default="")
+    is_broken: bool = field(init=False, default=False)
+
+
+class ThreadPool(ThreadPoolExecutor):
+    """A pool that knows its threads, so that one that has ended is noticed: no task would reach it any more."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self.threads: list[threading.Thread] = []
+        super().__init__(count, name, lambda: self.threads.append(threading.current_thread()))
 
 
 class EngineLifecycle(ABC, Generic[Request]):
@@ -95,6 +110,19 @@ class EngineLifecycle(ABC, Generic[Request]):
                 starts.append(max(since, self._share.scheduler.allowed_until) if until is None else until)
         return max((now - start for start in starts if start < now), default=0.0)
 
+    @property
+    def is_recovering(self) -> bool:
+        """Return whether a session failed on its warm-up row and is being tried again, or is broken."""
+        return any(worker.failure for worker in self._workers)
+
+    def fault(self) -> str | None:
+        """Return why only a new process would serve this model again, or None."""
+        if self._is_closing:
+            return None
+        if not all(thread.is_alive() for thread in self._threads()):
+            return "a worker thread has ended"
+        return next((f"every batch fails: {worker.failure}" for worker in self._workers if worker.is_broken), None)
+
     def drain(self, timeout_s: float) -> bool:
         """Stop accepting requests and wait for the open ones; return whether all were answered in time."""
         until = time.monotonic() + timeout_s
@@ -125,6 +153,30 @@ class EngineLifecycle(ABC, Generic[Request]):
     @abstractmethod
     def _abort(self, error: HastenError) -> None:
         """Fail the requests that no thread will finish."""
+
+    @abstractmethod
+    def _warm_up(self, worker: Any) -> None:
+        """Run the smallest batch that the worker's session is known to answer."""
+
+    def _works(self, worker: EngineWorker[Any]) -> bool:
+        """Return whether the session of a failed batch still answers its warm-up row: then a request is at fault."""
+        worker.busy_since = time.monotonic()
+        try:
+            self._warm_up(worker)
+            worker.failure = ""
+        except BaseException as error:
+            worker.failure = str(error) or type(error).__name__
+        worker.busy_since = None
+        return not worker.failure
+
+    def _await_recovery(self, worker: EngineWorker[Any]) -> None:
+        """Try a session that failed on its warm-up row again; it is broken if that fails to the end."""
+        for delay_s in () if worker.is_broken else _RETRY_S:
+            with self._lock:
+                self._change.wait_for(lambda: self._is_closing, delay_s)
+            if self._works(worker):
+                return
+        worker.is_broken = True
 
     def _threads(self) -> Sequence[threading.Thread]:
         return [worker.thread for worker in self._workers]

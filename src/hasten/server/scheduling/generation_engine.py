@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,6 +25,7 @@ from hasten.server.scheduling.core_scheduler import CoreScheduler, Share
 from hasten.server.scheduling.engine_lifecycle import (
     EngineLifecycle,
     EngineWorker,
+    ThreadPool,
     deadline_exceeded,
     model_failure,
 )
@@ -131,7 +131,7 @@ class GenerationEngine(EngineLifecycle[GenerationRequest]):
         self._workers: list[_DecodeWorker] = [_DecodeWorker(*pair) for pair in decoders]
         self._queue: deque[_ActiveSequence] = deque()
         self._observer = observer or GenerationObserver()
-        self._encoders = ThreadPoolExecutor(encoders, "encode")
+        self._encoders = ThreadPool(encoders, "encode")
         for worker in self._workers:
             worker.thread = threading.Thread(target=self._work, args=[worker], daemon=True)
             worker.thread.start()
@@ -309,3 +309,11 @@ class GenerationEngine(EngineLifecycle[GenerationRequest]):
             worker.scheduler.free()
         except Exception:
             logger.exception("slots could not be freed")
+        if not self._works(worker):
+            self._await_recovery(worker)
+
+    def _warm_up(self, worker: _DecodeWorker) -> None:
+        worker.scheduler.warm_up()
+
+    def _threads(self) -> Sequence[threading.Thread]:
+        return [*super()._threads(), *self._encoders.threads]
