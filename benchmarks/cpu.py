@@ -118,8 +118,8 @@ def _time_shape(
         "p50_ms": {name: float(np.median(times)) for name, times in medians.items()},
         "speedup": {name: median_ratio(medians[baseline], times) for name, times in medians.items()},
         "chosen": chosen,
-        "best_by_hand": best,
-        "chosen_over_best_by_hand": median_ratio(medians[best], medians[chosen]),
+        "best_plain": best,
+        "chosen_over_best_plain": median_ratio(medians[best], medians[chosen]),
         "round_medians_ms": {name: times.tolist() for name, times in medians.items()},
     }
 
@@ -219,7 +219,7 @@ def report(results: dict[str, Any]) -> None:
     for row in results["speed"]:
         for name, ratio in row["speedup"].items():
             print(f"{row['shape']:>6} {name:<24} {row['p50_ms'][name]:8.2f} ms  {_interval(ratio)} of torch")
-        print(f"{row['shape']:>6} chosen over {row['best_by_hand']}: {_interval(row['chosen_over_best_by_hand'])}")
+        print(f"{row['shape']:>6} chosen over {row['best_plain']}: {_interval(row['chosen_over_best_plain'])}")
     for name, row in results["first_answer"].items():
         print(
             f"{name:<22} first answer {row['seconds']:.2f} s, peak {row['peak_bytes'] / 1e6:.0f} MB, "

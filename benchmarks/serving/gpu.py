@@ -153,11 +153,11 @@ def time_single_client(
         latencies = np.concatenate(turns) * 1e3
         yield {
             "tokens": tokens,
-            "lane": name,
+            "contender": name,
             "p50_ms": float(np.median(latencies)),
             "p99_ms": float(np.percentile(latencies, 99)),
             "added_ms": float(np.median(np.median(turns, axis=1) - base)) * 1e3,
-            "asked_ms": TARGETS_MS[tokens] if name in (BINARY, JSON) else None,
+            "target_ms": TARGETS_MS[tokens] if name in (BINARY, JSON) else None,
             "turn_medians_ms": (np.median(turns, axis=1) * 1e3).tolist(),
         }
 
@@ -246,7 +246,7 @@ def report(results: dict[str, Any]) -> None:
     print(f"{results['variant']}, ready after {results['ready_s']:.1f} s")
     print(*results["log"], sep="\n")
     for row in results["alone"]:
-        target = row["asked_ms"]
+        target = row["target_ms"]
         verdict = "" if target is None else f"  target ≤ {target} ms: {'met' if row['p50_ms'] <= target else 'NOT met'}"
         times = f"p50 {row['p50_ms']:.3f} ms  p99 {row['p99_ms']:.3f} ms  overhead {row['added_ms']:.3f} ms"
         print(f"{row['tokens']:>4} tokens, {row['lane']:<21} {times}{verdict}")

@@ -106,7 +106,7 @@ def main() -> None:
             "runs": args.runs,
             "turns": args.turns,
             "requests": args.requests,
-            "lanes": {name: summary(name, own_turns) for name, own_turns in turns.items()},
+            "contenders": {name: summary(name, own_turns) for name, own_turns in turns.items()},
         }
     args.output.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
     report(results)
@@ -305,7 +305,7 @@ def summary(name: str, turns: Sequence[Turn]) -> dict[str, Any]:
         "base": turns[0].base,
         "p50_ms": float(np.median(medians)),
         "added_ms": {"value": float(middle), "low": float(low), "high": float(high)},
-        "asked_ms": TARGETS_MS.get(name),
+        "target_ms": TARGETS_MS.get(name),
         "turn_medians_ms": medians,
     }
 
@@ -313,8 +313,8 @@ def summary(name: str, turns: Sequence[Turn]) -> dict[str, Any]:
 def report(results: dict[str, Any]) -> None:
     """Print a summary of the results beside the targets."""
     print(f"{'':<44}{'p50':>9}  overhead (quartiles over turns)")
-    for name, row in sorted(results["lanes"].items(), key=lambda pair: (pair[1]["base"], pair[1]["p50_ms"])):
-        added, target = row["added_ms"], row["asked_ms"]
+    for name, row in sorted(results["contenders"].items(), key=lambda pair: (pair[1]["base"], pair[1]["p50_ms"])):
+        added, target = row["added_ms"], row["target_ms"]
         shown = "" if name == row["base"] else f"+{added['value']:.3f} ms ({added['low']:.3f}–{added['high']:.3f})"
         is_met = target is not None and added["value"] <= target
         verdict = "" if target is None else f"  target ≤ {target} ms: {'met' if is_met else 'NOT met'}"

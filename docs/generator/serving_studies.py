@@ -27,10 +27,10 @@ def latency() -> Study:
     runs = [load(file) for file in _LATENCY]
     answer: list[str] = []
     for results in runs:
-        lanes = {name: lane for name, lane in results["lanes"].items() if lane["base"] != name}
+        contenders = {name: row for name, row in results["contenders"].items() if row["base"] != name}
         rows = [
-            [_LABELS.get(name, name), interval(lane["added_ms"], " ms"), duration(lane["p50_ms"])]
-            for name, lane in sorted(lanes.items(), key=lambda item: float(item[1]["added_ms"]["value"]))
+            [_LABELS.get(name, name), interval(row["added_ms"], " ms"), duration(row["p50_ms"])]
+            for name, row in sorted(contenders.items(), key=lambda item: float(item[1]["added_ms"]["value"]))
         ]
         title = f"overhead per request ({results['tokens']} tokens), median (IQR)"
         answer += [

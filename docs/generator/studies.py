@@ -137,7 +137,7 @@ def generation() -> Study:
         baseline = next(row for row in results["rows"] if row["contender"] == "transformers")
         rows = []
         for row in sorted(results["rows"], key=lambda row: float(row["write_tokens_per_s"])):
-            perplexity = results["perplexity_of_the_original"] if row is baseline else row.get("perplexity")
+            perplexity = results["reference_perplexity"] if row is baseline else row.get("perplexity")
             rows.append(
                 [
                     row["contender"],
@@ -188,7 +188,7 @@ def gpu() -> Study:
     }
     lone = [
         [
-            row["lane"].replace("a new word", "unseen word"),
+            row["contender"].replace("a new word", "unseen word"),
             f"{row['tokens']}",
             duration(row["p50_ms"]),
             duration(row["p99_ms"]),

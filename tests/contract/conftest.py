@@ -157,9 +157,9 @@ def no_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
 
 @pytest.fixture(scope="session")
-def writer_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def generator_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A tiny generative model that never emits an end token."""
     from support.models import generation_bundles
 
-    folder = tmp_path_factory.mktemp("writer")
-    return generation_bundles.build(generation_bundles.save(folder / "model"), folder / "writer")
+    folder = tmp_path_factory.mktemp("generator")
+    return generation_bundles.build(generation_bundles.save(folder / "model"), folder / "generator")

@@ -116,7 +116,7 @@ class Generator(Closing):
             if delta.text:
                 deltas.append(delta.text)
 
-        return self._scheduler.row(prompt.ids, sampling, on_text, continues=prompt.continues)
+        return self._scheduler.new_sequence(prompt.ids, sampling, on_text, continues=prompt.continues)
 
     def _step(self) -> None:
         with self._lock:

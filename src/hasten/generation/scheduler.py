@@ -87,7 +87,7 @@ class DecodeScheduler:
         """Return whether there are no sequences."""
         return not self._waiting and not self.running
 
-    def row(
+    def new_sequence(
         self, prompt: Sequence[int], sampling: SamplingParams, on_text: OnText, *, continues: bool = False
     ) -> TextSequence:
         """Return a new sequence after a prompt, limited to the rest of the context; `add` queues it.

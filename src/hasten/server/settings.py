@@ -146,14 +146,19 @@ class Settings:
     threads: Annotated[int | None, _count("threads per session (default: cores divided by sessions)", _MODELS)] = None
     max_batch_delay: Annotated[
         int,
-        Option(_parse_microseconds, "US", "wait up to US microseconds, or 2ms, for requests to batch", _MODELS),
+        Option(
+            _parse_microseconds,
+            "US",
+            "maximum wait for further requests to batch with, as 2ms; a bare number is microseconds",
+            _MODELS,
+        ),
     ] = 0
     max_batch_tokens: Annotated[
         int | None, _count("token budget of a batch (default: 512 per thread, 8192 on a GPU)", _MODELS)
     ] = None
     slots: Annotated[int, _count("sequences that a generative model decodes at once", _MODELS)] = 8
 
-    max_queue: Annotated[int, _count("reject requests (429) once N are queued", _LIMITS)] = 2048
+    max_queue: Annotated[int, _count("reject requests (429) while N are open, queued or running", _LIMITS)] = 2048
     max_queue_time: Annotated[float, _duration("reject requests (429) whose estimated wait exceeds TIME", _LIMITS)] = (
         5.0
     )

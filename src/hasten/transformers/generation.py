@@ -92,7 +92,7 @@ class GenerativeModel(InferenceModel):
         if streamer is not None and len(prompts) * count > 1:
             self._unsupported("a streamer receives one sequence, not several")
         sequences = [
-            self._scheduler.row(
+            self._scheduler.new_sequence(
                 prompt, self._with_limits(sampling, settings, ids.shape[1]), lambda _: None, continues=True
             )
             for prompt in prompts

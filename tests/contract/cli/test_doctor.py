@@ -99,11 +99,11 @@ def test_precision_that_is_not_applied_is_reported(monkeypatch: pytest.MonkeyPat
     if not support.ok:
         pytest.skip(support.reason)
     assert {trial.requested: trial.is_ok for trial in openvino.trials(this_machine())}["CPU fp32"]
-    # A processor that computes in another precision than it was asked for.
+    # A CPU that computes in another precision than requested.
     monkeypatch.setitem(sys.modules["hasten.backends.openvino"].__dict__["_HINTS"], Precision.FP32, "bf16")
     trial = next(trial for trial in openvino.trials(this_machine()) if trial.requested == "CPU fp32")
     if any(ran.on == "CPU fp32" and ran.operator == "FullyConnected" for ran in trial.executed):
-        pytest.skip("this processor computes in fp32 only")
+        pytest.skip("this CPU computes in fp32 only")
     assert not trial.is_ok
 
 

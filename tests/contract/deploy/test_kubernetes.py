@@ -45,9 +45,9 @@ def test_server_started_from_the_manifest_is_ready_and_exports_its_queue(
 
 
 def test_tritonserver_pod_on_kserve_is_sized_for_a_generative_model(
-    writer_bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    generator_bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Such a bundle has no graph beside its variants."""
-    words = ["--runtime", "tritonserver", "--storage", "s3://models/writer"]
-    assert main(["deploy", "kserve", str(writer_bundle.path), "-o", str(tmp_path / "kserve"), *words]) == 0
-    assert f"each pod runs {writer_bundle.chosen.name} on" in capsys.readouterr().out
+    words = ["--runtime", "tritonserver", "--storage", "s3://models/generator"]
+    assert main(["deploy", "kserve", str(generator_bundle.path), "-o", str(tmp_path / "kserve"), *words]) == 0
+    assert f"each pod runs {generator_bundle.chosen.name} on" in capsys.readouterr().out

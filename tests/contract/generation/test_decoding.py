@@ -83,15 +83,16 @@ class Case:
 
     def write(self, prompts: Any, *samplings: SamplingParams, slots: int = 8) -> list[list[int]]:
         """Return the tokens after each prompt; parameters are for all prompts, or one per prompt."""
-        writer = DecodeScheduler(self.decoder(slots), self.spec, self.tokenizer)
+        scheduler = DecodeScheduler(self.decoder(slots), self.spec, self.tokenizer)
         modifiers = samplings if len(samplings) == len(prompts) else samplings * len(prompts)
         rows = [
-            writer.row(self.ids(prompt), each, lambda _: None) for prompt, each in zip(prompts, modifiers, strict=True)
+            scheduler.new_sequence(self.ids(prompt), each, lambda _: None)
+            for prompt, each in zip(prompts, modifiers, strict=True)
         ]
         for row in rows:
-            writer.add(row)
-        while not writer.is_idle:
-            writer.step()
+            scheduler.add(row)
+        while not scheduler.is_idle:
+            scheduler.step()
         return [row.ids for row in rows]
 
 
@@ -292,11 +293,11 @@ def test_stop_string_ends_the_text_and_is_excluded(case: Case) -> None:
 
 def test_text_ends_at_the_context_limit(case: Case) -> None:
     deltas: list[TextDelta] = []
-    writer = DecodeScheduler(case.decoder(), case.spec, case.tokenizer)
-    row = writer.row(case.ids(PROMPTS[0]), SamplingParams(10_000), deltas.append)
-    writer.add(row)
-    while not writer.is_idle:
-        writer.step()
+    scheduler = DecodeScheduler(case.decoder(), case.spec, case.tokenizer)
+    row = scheduler.new_sequence(case.ids(PROMPTS[0]), SamplingParams(10_000), deltas.append)
+    scheduler.add(row)
+    while not scheduler.is_idle:
+        scheduler.step()
     if row.finish is Finish.LENGTH:
         assert len(row.ids) + (len(case.spec.decoder_start_token_ids) or len(row.prompt)) == tiny_decoders.CONTEXT
     assert deltas[-1].finish is row.finish is not None
@@ -384,7 +385,7 @@ def test_failure_in_another_threads_step_is_an_error(gpt2: Case) -> None:
 
     write = Generator(gpt2.spec, gpt2.tokenizer, Fails(gpt2.module))
     stream = write(PROMPTS[0], stream=True)
-    waiting = write._scheduler.row(gpt2.ids(PROMPTS[0]), SamplingParams(3), lambda _: None)
+    waiting = write._scheduler.new_sequence(gpt2.ids(PROMPTS[0]), SamplingParams(3), lambda _: None)
     write._scheduler.add(waiting)
     with pytest.raises(StageError, match="the runtime failed"):
         next(stream)

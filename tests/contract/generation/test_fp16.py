@@ -250,7 +250,7 @@ def test_gpu_bundle_runs_in_server_and_dropin(bundle: Bundle, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("options", "device"),
     [({}, "cuda"), ({"precision": "int8"}, "cuda"), ({"precision": "fp32"}, "cpu"), ({"device": "cpu"}, "cpu")],
-    ids=["by itself", "in what both have", "in what processors have", "asked for"],
+    ids=["default", "precision of both devices", "precision of CPUs", "explicit device"],
 )
 def test_gpu_is_used_if_available(
     bundle: Bundle, options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -132,7 +132,7 @@ def test_different_tokens_are_rejected(changed: Any, llama: Bundle, capsys: pyte
     assert main(["verify", str(llama.path), "--variant", FP32, "--min-agreement", "2", "-q"]) == 2
 
 
-def test_user_texts_have_the_perplexity_of_the_original(
+def test_user_texts_have_the_reference_perplexity(
     llama: Bundle, texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = verified(llama, capsys, "--data", str(texts), "--columns", "text=sentence")

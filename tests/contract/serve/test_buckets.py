@@ -68,7 +68,7 @@ def test_buckets_are_prepared_and_batches_fit_them(
         done.set()
 
     texts = ["a cat", "the plot is dull and the acting is worse, and a dog ran across the green field", "the rain"]
-    model.ask(lambda: texts, lambda outputs, _: outputs["logits"].tolist(), take)
+    model.submit_payload(lambda: texts, lambda outputs, _: outputs["logits"].tolist(), take)
     assert done.wait(60)
     wait_until(lambda: observer.jobs, "the batch statistics")  # which follow the answer
     assert model.close(60)

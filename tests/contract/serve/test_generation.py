@@ -37,8 +37,10 @@ CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "
 
 
 @pytest.fixture(scope="module")
-def server(writer_bundle: Bundle, classifier_bundle: Bundle) -> Iterator[Server]:
-    started = Server(str(writer_bundle.path), str(classifier_bundle.path), "--threads", "1", "--max-new-tokens", "1500")
+def server(generator_bundle: Bundle, classifier_bundle: Bundle) -> Iterator[Server]:
+    started = Server(
+        str(generator_bundle.path), str(classifier_bundle.path), "--threads", "1", "--max-new-tokens", "1500"
+    )
     yield started
     code, errors = started.stop()
     assert code == 0, errors
@@ -52,9 +54,9 @@ def client(server: Server) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def local_generator(writer_bundle: Bundle) -> Iterator[Generator]:
+def local_generator(generator_bundle: Bundle) -> Iterator[Generator]:
     """The same bundle, loaded in this process."""
-    with hasten.load(writer_bundle.path, threads=1) as generator:
+    with hasten.load(generator_bundle.path, threads=1) as generator:
         assert isinstance(generator, Generator)
         yield generator
 
@@ -65,14 +67,14 @@ def text_of(local_generator: Generator, prompt: Any, **options: Any) -> str:
     return text
 
 
-def test_model_with_other_tokens_than_its_reference_is_not_served(writer_bundle: Bundle, tmp_path: Path) -> None:
-    manifest, reference = writer_bundle.manifest, writer_bundle.reference()
+def test_model_with_other_tokens_than_its_reference_is_not_served(generator_bundle: Bundle, tmp_path: Path) -> None:
+    manifest, reference = generator_bundle.manifest, generator_bundle.reference()
     wrong = [{**row, "tokens": [5] * 32} if "tokens" in row else row for row in reference.rows]
     with BundleWriter(tmp_path / "wrong") as writer:
-        writer.add_variant(writer_bundle.artifact(manifest.chosen))
-        writer.add_tokenizer(writer_bundle.path / TOKENIZER)
+        writer.add_variant(generator_bundle.artifact(manifest.chosen))
+        writer.add_tokenizer(generator_bundle.path / TOKENIZER)
         writer.add_reference(wrong, reference.outputs)
-        writer.add_report(writer_bundle.report)
+        writer.add_report(generator_bundle.report)
         bundle = writer.commit(manifest)
     with pytest.raises(AccuracyError, match="does not reproduce its reference answers"):
         GenerativeModel("wrong", bundle, Settings(threads=1), CoreScheduler(1), GenerationObserver())
@@ -83,7 +85,7 @@ def test_model_with_other_tokens_than_its_reference_is_not_served(writer_bundle:
 
 def test_completion_equals_local_generation(client: Any, local_generator: Generator) -> None:
     prompt = PROMPTS[0]
-    answer = client.completions.create(model="writer", prompt=prompt, max_tokens=24)
+    answer = client.completions.create(model="generator", prompt=prompt, max_tokens=24)
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason, choice.index) == (
         text_of(local_generator, prompt, max_tokens=24),
@@ -96,29 +98,29 @@ def test_completion_equals_local_generation(client: Any, local_generator: Genera
         "completion_tokens": 24,
         "total_tokens": prompt_tokens + 24,
     }
-    assert (answer.object, answer.model) == ("text_completion", "writer")
+    assert (answer.object, answer.model) == ("text_completion", "generator")
     # OpenAI's default.
-    assert client.completions.create(model="writer", prompt=prompt).usage.completion_tokens == 16
+    assert client.completions.create(model="generator", prompt=prompt).usage.completion_tokens == 16
 
 
 def test_completion_accepts_texts_and_token_ids(client: Any, local_generator: Generator) -> None:
     ids = [local_generator.tokenizer.encode_whole([prompt])[0].ids for prompt in PROMPTS[:2]]
     expected = [text_of(local_generator, prompt, max_tokens=8) for prompt in PROMPTS[:2]]
     for prompt in (list(PROMPTS[:2]), ids):
-        answer = client.completions.create(model="writer", prompt=prompt, max_tokens=8)
+        answer = client.completions.create(model="generator", prompt=prompt, max_tokens=8)
         assert [choice.text for choice in answer.choices] == expected
         assert answer.usage.prompt_tokens == sum(map(len, ids))
-    answer = client.completions.create(model="writer", prompt=ids[0], max_tokens=8)
+    answer = client.completions.create(model="generator", prompt=ids[0], max_tokens=8)
     assert answer.choices[0].text == expected[0]
-    echoed = client.completions.create(model="writer", prompt=PROMPTS[0], max_tokens=8, echo=True)
+    echoed = client.completions.create(model="generator", prompt=PROMPTS[0], max_tokens=8, echo=True)
     assert echoed.choices[0].text == PROMPTS[0] + expected[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 7, "n": 3}])
 def test_streamed_deltas_add_up_to_the_whole_text(client: Any, options: dict[str, Any]) -> None:
-    whole = client.completions.create(model="writer", prompt=PROMPTS[0], max_tokens=40, **options)
+    whole = client.completions.create(model="generator", prompt=PROMPTS[0], max_tokens=40, **options)
     stream = client.completions.create(
-        model="writer",
+        model="generator",
         prompt=PROMPTS[0],
         max_tokens=40,
         stream=True,
@@ -139,13 +141,13 @@ def test_streamed_deltas_add_up_to_the_whole_text(client: Any, options: dict[str
 
 def test_chat_completion_equals_local_generation(client: Any, local_generator: Generator) -> None:
     expected = text_of(local_generator, CHAT, max_tokens=30)
-    answer = client.chat.completions.create(model="writer", messages=CHAT, max_completion_tokens=30)
+    answer = client.chat.completions.create(model="generator", messages=CHAT, max_completion_tokens=30)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", expected, "length")
     newer = [{"role": "developer", "content": [{"type": "text", "text": "be brief"}]}, CHAT[1]]
-    again = client.chat.completions.create(model="writer", messages=newer, max_tokens=30)
+    again = client.chat.completions.create(model="generator", messages=newer, max_tokens=30)
     assert (again.choices[0].message.content, again.usage) == (expected, answer.usage)
-    chunks = list(client.chat.completions.create(model="writer", messages=CHAT, max_tokens=30, stream=True))
+    chunks = list(client.chat.completions.create(model="generator", messages=CHAT, max_tokens=30, stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert [delta.role for delta in deltas if delta.role] == ["assistant"]
     assert "".join(delta.content or "" for delta in deltas) == expected
@@ -154,12 +156,12 @@ def test_chat_completion_equals_local_generation(client: Any, local_generator: G
 
 
 def test_chat_without_max_tokens_runs_to_the_server_limit(client: Any) -> None:
-    answer = client.chat.completions.create(model="writer", messages=CHAT)
+    answer = client.chat.completions.create(model="generator", messages=CHAT)
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (1500, "length")
 
 
 def test_stream_uses_server_sent_events(server: Server) -> None:
-    body = {"model": "writer", "prompt": "a dog", "max_tokens": 4, "stream": True}
+    body = {"model": "generator", "prompt": "a dog", "max_tokens": 4, "stream": True}
     status, headers, content = server.ask("POST", "/v1/completions", body)
     assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
     events = content.decode().split("\n\n")
@@ -174,12 +176,14 @@ def test_stop_strings_end_the_text_and_are_excluded(client: Any, local_generator
     stop = text[20:23]
     before = text[: text.index(stop)]
     for options in ({"stop": stop}, {"stop": ["never in it: ∅", stop]}):
-        answer = client.completions.create(model="writer", prompt="a dog", max_tokens=60, **options)
+        answer = client.completions.create(model="generator", prompt="a dog", max_tokens=60, **options)
         assert (answer.choices[0].text, answer.choices[0].finish_reason) == (before, "stop")
-        chunks = list(client.completions.create(model="writer", prompt="a dog", max_tokens=60, stream=True, **options))
+        chunks = list(
+            client.completions.create(model="generator", prompt="a dog", max_tokens=60, stream=True, **options)
+        )
         assert "".join(chunk.choices[0].text for chunk in chunks) == before
         assert chunks[-1].choices[0].finish_reason == "stop"
-    never = client.completions.create(model="writer", prompt="a dog", max_tokens=60, stop="never in it: ∅")
+    never = client.completions.create(model="generator", prompt="a dog", max_tokens=60, stop="never in it: ∅")
     assert (never.choices[0].text, never.choices[0].finish_reason) == (text, "length")
 
 
@@ -191,7 +195,7 @@ def test_concurrent_streams_equal_single_requests(server: Server, client: Any, l
 
     def ask(index: int) -> None:
         ready.wait()
-        chunks = client.completions.create(model="writer", prompt=PROMPTS[index], max_tokens=120, stream=True)
+        chunks = client.completions.create(model="generator", prompt=PROMPTS[index], max_tokens=120, stream=True)
         texts[index] = "".join(chunk.choices[0].text for chunk in chunks)
 
     before = decode_steps(server)
@@ -218,14 +222,14 @@ def decode_steps(server: Server) -> float:
 def test_generate_and_generate_stream(server: Server, local_generator: Generator) -> None:
     expected = text_of(local_generator, "a dog", max_tokens=12)
     body = {"text_input": "a dog", "id": "7", "parameters": {"max_tokens": 12, "temperature": 0}}
-    for path in ("/v2/models/writer/generate", "/v2/models/writer/versions/1/generate"):
+    for path in ("/v2/models/generator/generate", "/v2/models/generator/versions/1/generate"):
         answer = server.json("POST", path, body)
-        assert answer == {"id": "7", "model_name": "writer", "model_version": "1", "text_output": expected}
+        assert answer == {"id": "7", "model_name": "generator", "model_version": "1", "text_output": expected}
     full = {**body, "parameters": {"max_tokens": 12, "exclude_input_in_output": False, "stream": False}}
-    assert server.json("POST", "/v2/models/writer/generate", full)["text_output"] == "a dog" + expected
+    assert server.json("POST", "/v2/models/generator/generate", full)["text_output"] == "a dog" + expected
     beside = {"text_input": "a dog", "max_tokens": 12, "temperature": 0, "exclude_input_in_output": False}
-    assert server.json("POST", "/v2/models/writer/generate", beside)["text_output"] == "a dog" + expected
-    status, headers, content = server.ask("POST", "/v2/models/writer/generate_stream", {**body, "id": ""})
+    assert server.json("POST", "/v2/models/generator/generate", beside)["text_output"] == "a dog" + expected
+    status, headers, content = server.ask("POST", "/v2/models/generator/generate_stream", {**body, "id": ""})
     assert (status, headers["content-type"].split(";")[0]) == (200, "text/event-stream")
     events = [json.loads(event[6:]) for event in content.decode().split("\n\n")[:-1]]
     assert "".join(event["text_output"] for event in events) == expected
@@ -243,9 +247,9 @@ def test_infer_over_http_generates_text(server: Server, local_generator: Generat
     parameters = triton_http.InferInput("sampling_parameters", [1], "BYTES")
     parameters.set_data_from_numpy(np.array(['{"max_tokens": 6}'], object))
     with triton_http.InferenceServerClient(f"127.0.0.1:{server.port}") as client:
-        answer = client.infer("writer", [text_input, parameters])
+        answer = client.infer("generator", [text_input, parameters])
     assert [text.decode() for text in answer.as_numpy("text_output").tolist()] == expected
-    metadata = server.json("GET", "/v2/models/writer")
+    metadata = server.json("GET", "/v2/models/generator")
     names = [[tensor["name"] for tensor in metadata[side]] for side in ("inputs", "outputs")]
     assert names == [["text_input"], ["text_output"]]
 
@@ -274,14 +278,16 @@ def test_stream_over_grpc(server: Server, local_generator: Generator) -> None:
             answers.clear()
             ended.clear()
             inputs = [make_tensor("text_input", "a dog", "BYTES"), make_tensor("stream", streams, "BOOL")]
-            client.async_stream_infer("writer", inputs, parameters={"max_tokens": 20})
+            client.async_stream_infer("generator", inputs, parameters={"max_tokens": 20})
             assert ended.wait(20)
             texts = [answer.raw_output_contents[0][4:].decode() for answer in answers]
             assert "".join(texts) == expected
             assert (len(texts) > 5) == streams
         answers.clear()
         ended.clear()
-        client.async_stream_infer("writer", [make_tensor("text_input", "a dog", "BYTES")], parameters={"max_tokens": 0})
+        client.async_stream_infer(
+            "generator", [make_tensor("text_input", "a dog", "BYTES")], parameters={"max_tokens": 0}
+        )
         assert ended.wait(20)
         assert "max_tokens is 0" in str(answers[0])
         client.stop_stream()
@@ -293,14 +299,14 @@ def test_stream_over_grpc(server: Server, local_generator: Generator) -> None:
 def test_predict_follows_the_hugging_face_api(server: Server, local_generator: Generator) -> None:
     expected = [text_of(local_generator, prompt, max_tokens=9) for prompt in PROMPTS[:2]]
     options = {"max_new_tokens": 9, "do_sample": False}
-    ask = {"model": "writer", "inputs": PROMPTS[0], "parameters": options}
+    ask = {"model": "generator", "inputs": PROMPTS[0], "parameters": options}
     assert server.json("POST", "/predict", ask) == [{"generated_text": PROMPTS[0] + expected[0]}]
     many = {"inputs": list(PROMPTS[:2]), "parameters": {**options, "return_full_text": False}}
-    assert server.json("POST", "/models/writer", many) == [[{"generated_text": text}] for text in expected]
+    assert server.json("POST", "/models/generator", many) == [[{"generated_text": text}] for text in expected]
     drawn = {"do_sample": True, "seed": 3, "num_return_sequences": 2, "max_new_tokens": 9, "return_full_text": False}
-    sampled = server.json("POST", "/models/writer", {"inputs": PROMPTS[0], "parameters": drawn})
+    sampled = server.json("POST", "/models/generator", {"inputs": PROMPTS[0], "parameters": drawn})
     assert len({text["generated_text"] for text in sampled} - {expected[0]}) == 2
-    chat = server.json("POST", "/models/writer", {"inputs": CHAT, "parameters": options})
+    chat = server.json("POST", "/models/generator", {"inputs": CHAT, "parameters": options})
     assert chat[0]["generated_text"][:2] == CHAT
     assert chat[0]["generated_text"][2] == {
         "role": "assistant",
@@ -325,7 +331,7 @@ LONG = "a dog " * 3000
         (TEXT, {"prompt": []}, 400, "must be a text, token ids, or a list"),
         (TEXT, {"prompt": ["a", 5]}, 400, "must be a text, token ids, or a list"),
         (TEXT, {"prompt": [5], "echo": True}, 400, "echo"),
-        (TEXT, {"prompt": ["a"] * 1025}, 413, "1025 texts are more than 1024"),
+        (TEXT, {"prompt": ["a"] * 1025}, 413, "the request has 1025 items; the limit is 1024"),
         (TEXT, {"max_tokens": 0}, 400, "max_tokens is 0"),
         (TEXT, {"max_tokens": 1501}, 400, "max_tokens is 1501, and this server generates up to 1500"),
         (TEXT, {"max_tokens": 10**30}, 400, "this server generates up to 1500"),
@@ -361,7 +367,7 @@ def test_invalid_openai_requests_are_rejected(
     server: Server, path: str, changes: dict[str, Any], status: int, message: str, streams: bool
 ) -> None:
     inputs: dict[str, Any] = {"prompt": "a dog"} if path == TEXT else {"messages": CHAT}
-    body = {"model": "writer", **inputs, "stream": streams, **changes}
+    body = {"model": "generator", **inputs, "stream": streams, **changes}
     code, headers, content = server.ask("POST", path, json.dumps(body).encode())
     error = json.loads(content)["error"]
     assert (code, message in error["message"]) == (status, True), content
@@ -372,27 +378,32 @@ def test_invalid_openai_requests_are_rejected(
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("/v2/models/writer/generate", {"text_input": LONG}, 400, "reads up to 2048"),
-        ("/v2/models/writer/generate", {"text_input": 5}, 400, "invalid request"),
-        ("/v2/models/writer/generate", {"text_input": "a", "parameters": {"magic": 1}}, 400, "unknown option 'magic'"),
-        ("/v2/models/writer/generate", {"text_input": "a", "parameters": {"stream": True}}, 400, "generate_stream"),
-        ("/v2/models/writer/generate", {"text_input": "a", "magic": 1}, 400, "unknown option 'magic'"),
+        ("/v2/models/generator/generate", {"text_input": LONG}, 400, "reads up to 2048"),
+        ("/v2/models/generator/generate", {"text_input": 5}, 400, "invalid request"),
         (
-            "/v2/models/writer/generate",
+            "/v2/models/generator/generate",
+            {"text_input": "a", "parameters": {"magic": 1}},
+            400,
+            "unknown option 'magic'",
+        ),
+        ("/v2/models/generator/generate", {"text_input": "a", "parameters": {"stream": True}}, 400, "generate_stream"),
+        ("/v2/models/generator/generate", {"text_input": "a", "magic": 1}, 400, "unknown option 'magic'"),
+        (
+            "/v2/models/generator/generate",
             {"text_input": "a", "parameters": {"exclude_input_in_output": "no"}},
             400,
             "exclude_input_in_output is 'no': it must be true or false",
         ),
-        ("/v2/models/writer/generate", {"text_input": "a", "temperature": 10**400}, 400, "temperature is 1000"),
-        ("/v2/models/writer/versions/2/generate", {"text_input": "a"}, 404, "model version 2 does not exist"),
+        ("/v2/models/generator/generate", {"text_input": "a", "temperature": 10**400}, 400, "temperature is 1000"),
+        ("/v2/models/generator/versions/2/generate", {"text_input": "a"}, 404, "model version 2 does not exist"),
         ("/v2/models/classifier/generate", {"text_input": "a"}, 400, "does not generate text"),
         ("/v2/models/missing/generate_stream", {"text_input": "a"}, 404, "model 'missing' not found"),
-        ("/v2/models/writer/infer", {"inputs": []}, 400, "'text_input' is missing"),
-        ("/models/writer", {"inputs": 5}, 400, "must be a text or a chat"),
-        ("/models/writer", {"inputs": []}, 400, "no prompt"),
-        ("/models/writer", {"inputs": "a", "parameters": {"max_new_tokens": "many"}}, 400, "max_tokens is 'many'"),
+        ("/v2/models/generator/infer", {"inputs": []}, 400, "'text_input' is missing"),
+        ("/models/generator", {"inputs": 5}, 400, "must be a text or a chat"),
+        ("/models/generator", {"inputs": []}, 400, "no prompt"),
+        ("/models/generator", {"inputs": "a", "parameters": {"max_new_tokens": "many"}}, 400, "max_tokens is 'many'"),
         ("/predict", {"inputs": "a"}, 400, "more than one model fits"),
-        ("/rerank", {"model": "writer", "query": "a", "texts": ["b"]}, 422, "is a text generation model"),
+        ("/rerank", {"model": "generator", "query": "a", "texts": ["b"]}, 422, "is a text generation model"),
     ],
 )
 def test_invalid_requests_of_other_protocols_are_rejected(
@@ -404,6 +415,6 @@ def test_invalid_requests_of_other_protocols_are_rejected(
 
 def test_embeddings_are_not_written(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="is a text generation model"):
-        client.embeddings.create(model="writer", input="a")
+        client.embeddings.create(model="generator", input="a")
     names = {model.id for model in client.models.list()}
-    assert names == {"writer", "classifier"}
+    assert names == {"generator", "classifier"}

@@ -340,7 +340,11 @@ def test_too_large_messages_are_rejected(classifier: Bundle) -> None:
     ):
         assert_rejected(client.infer, "RESOURCE_EXHAUSTED", "larger than max", "classifier", text_inputs(["a" * 2**17]))
         assert_rejected(
-            client.infer, "RESOURCE_EXHAUSTED", "5 items are more than 4", "classifier", text_inputs(["a"] * 5)
+            client.infer,
+            "RESOURCE_EXHAUSTED",
+            "the request has 5 items; the limit is 4",
+            "classifier",
+            text_inputs(["a"] * 5),
         )
         assert client.infer("classifier", text_inputs(TEXTS)) is not None
 

@@ -214,8 +214,8 @@ def test_limits_are_enforced(classifier_bundle: Bundle, tmp_path: Path) -> None:
         port = server.ready().port
         for inputs, words in (
             ("a" * 5000, "larger than 2048 bytes"),
-            ([TEXT] * 4, "4 items are more than 3"),
-            (["so " * 15] * 2, "tokens are more than 20"),
+            ([TEXT] * 4, "the request has 4 items; the limit is 3"),
+            (["so " * 15] * 2, "tokens; the limit is 20"),
         ):
             # Closed, so that it does not count as one of the four below.
             status, answer = server.ask("/predict", {"inputs": inputs}, port=port, Connection="close")

@@ -373,7 +373,7 @@ def test_request_that_resolved_a_replaced_model_is_retried(classifier_bundle: Bu
         models.append(app.models.named(name))
         if len(models) == 1:
             app.models.load(classifier_bundle.path, "classifier")
-        models[-1].ask(lambda: TEXT, lambda outputs, _: outputs, lambda answer, _: answers.append(answer))
+        models[-1].submit_payload(lambda: TEXT, lambda outputs, _: outputs, lambda answer, _: answers.append(answer))
 
     retry_if_retired(ask, "classifier")
     assert app.close(60)

@@ -25,7 +25,7 @@ def server(
     tiny_embedder: Any,
     tiny_model: Any,
     quick_build: Any,
-    writer_bundle: Bundle,
+    generator_bundle: Bundle,
     tmp_path_factory: Any,
 ) -> Iterator[Server]:
     folder, only = tmp_path_factory.mktemp("schema"), {"variants": ["onnxruntime-fp32"]}
@@ -34,7 +34,7 @@ def server(
         quick_build(tiny_classifier("bert"), folder / "classifier", **only),
         quick_build(tiny_embedder(), folder / "embedder", data=None, **only),
         quick_build(ranker, folder / "ranker", task="text-ranking", data=None, **only),
-        writer_bundle,
+        generator_bundle,
     ]
     server = Server(*(str(bundle.path) for bundle in bundles), "--threads", "1", "--no-grpc")
     yield server
@@ -72,7 +72,7 @@ def _statuses(cases: Any, may_name: bool, excluded: list[Any]) -> set[int]:
     statuses: set[int] = set()
 
     @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(case=cases, name=st.sampled_from(["", "classifier", "embedder", "ranker", "writer"]))
+    @given(case=cases, name=st.sampled_from(["", "classifier", "embedder", "ranker", "generator"]))
     def check(case: Any, name: str) -> None:
         if name and may_name and "model" in (case.path_parameters or {}):
             case.path_parameters["model"] = name

@@ -20,7 +20,7 @@ from support.wait import wait_until
 openai = pytest.importorskip("openai", reason="openai is not installed")
 pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
 # Takes some seconds.
-LONG = {"model": "writer", "prompt": "the cat sat on", "max_tokens": 2000, "stream": True}
+LONG = {"model": "generator", "prompt": "the cat sat on", "max_tokens": 2000, "stream": True}
 
 
 class StreamReader:
@@ -76,8 +76,8 @@ def open_stream() -> Iterator[Callable[..., StreamReader]]:
 
 
 @pytest.fixture(scope="module")
-def server(writer_bundle: Bundle) -> Iterator[Server]:
-    started = Server(str(writer_bundle.path), "--threads", "1", "--no-grpc", "--slots", "2", "--log-format", "json")
+def server(generator_bundle: Bundle) -> Iterator[Server]:
+    started = Server(str(generator_bundle.path), "--threads", "1", "--no-grpc", "--slots", "2", "--log-format", "json")
     yield started
     code, errors = started.stop()
     assert code == 0, errors
@@ -85,11 +85,11 @@ def server(writer_bundle: Bundle) -> Iterator[Server]:
 
 
 @pytest.fixture
-def servers(writer_bundle: Bundle) -> Iterator[Callable[..., Server]]:
+def servers(generator_bundle: Bundle) -> Iterator[Callable[..., Server]]:
     started: list[Server] = []
 
     def start(*words: str) -> Server:
-        started.append(Server(str(writer_bundle.path), "--threads", "1", "--no-grpc", *words))
+        started.append(Server(str(generator_bundle.path), "--threads", "1", "--no-grpc", *words))
         return started[-1]
 
     yield start
@@ -114,7 +114,7 @@ def test_disconnect_frees_slot_at_once(open_stream: Callable[..., StreamReader],
     assert joined_text(staying.rest())
     wait_until(lambda: metric(server, "hasten_slots_in_use") == 0)
     text = server.ask("GET", "/metrics")[2].decode()
-    assert re.search(r'hasten_requests_total{model="writer",status="499"} 1\.0', text)
+    assert re.search(r'hasten_requests_total{model="generator",status="499"} 1\.0', text)
     assert re.search(r"hasten_time_to_first_token_seconds_count\S+ [1-9]", text)
 
 
@@ -249,7 +249,7 @@ def test_replaced_model_completes_its_streams(
     started = servers("--model-control")
     alone = joined_text(open_stream(started).start().rest())
     streams = [open_stream(started).start() for _ in range(2)]
-    status, _, content = started.ask("POST", "/v2/repository/models/writer/load", {})
+    status, _, content = started.ask("POST", "/v2/repository/models/generator/load", {})
     assert status == 200, content
     assert joined_text(open_stream(started).start().rest()) == alone
     assert [joined_text(stream.rest()) for stream in streams] == [alone] * 2

@@ -70,7 +70,7 @@ def run_search(
     decoder = tiny_decoders.PlainDecoder(module(), slots)
     loop = make_scheduler(decoder, ends)
     deltas: list[list[TextDelta]] = [[] for _ in prompts]
-    rows = [loop.row(prompt, sampling, pieces.append) for prompt, pieces in zip(prompts, deltas, strict=True)]
+    rows = [loop.new_sequence(prompt, sampling, pieces.append) for prompt, pieces in zip(prompts, deltas, strict=True)]
     for row in rows:
         loop.add(row)
     while not loop.is_idle:
@@ -127,7 +127,7 @@ def test_continuing_beams_keep_their_slots() -> None:
     assert search.advance(random.standard_normal((1, 50)).astype(np.float32)) == [0, 0, 0]
     decoder = tiny_decoders.PlainDecoder(module(), 3)
     loop = make_scheduler(decoder, (2,))
-    row = loop.row((7, 30, 12), SamplingParams(12, num_beams=3), lambda _: None)
+    row = loop.new_sequence((7, 30, 12), SamplingParams(12, num_beams=3), lambda _: None)
     loop.add(row)
     while not loop.is_idle:
         loop.step()
@@ -150,4 +150,4 @@ def test_stop_strings_end_beams() -> None:
 def test_more_beams_than_slots_are_rejected() -> None:
     loop = make_scheduler(tiny_decoders.PlainDecoder(module(), 2), (2,))
     with pytest.raises(InputError, match="3 beams need as many slots, and there are 2"):
-        loop.row((1,), SamplingParams(4, num_beams=3), lambda _: None)
+        loop.new_sequence((1,), SamplingParams(4, num_beams=3), lambda _: None)

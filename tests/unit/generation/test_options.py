@@ -49,7 +49,7 @@ def test_options_beyond_the_bounds_are_rejected_unless_they_are_the_models_own(
 
 
 def test_largest_options_cost_little_per_step() -> None:
-    """A few milliseconds of processor time at most on any machine; it was ten times as long."""
+    """A few milliseconds of CPU time at most on any machine; it was ten times as long."""
     random = np.random.default_rng(0)
     logits = random.standard_normal(49_152).astype(np.float32)
     words = tuple((7,) * (MAX_BAD_WORD_TOKENS - 2) + (3, int(token)) for token in range(MAX_BAD_WORDS))

@@ -99,7 +99,7 @@ def added(
     loop: DecodeScheduler, prompt: Sequence[int], max_tokens: int = 5, **fields: Any
 ) -> tuple[TextSequence, list[TextDelta]]:
     deltas: list[TextDelta] = []
-    row = loop.row(prompt, SamplingParams(max_tokens, **fields), deltas.append)
+    row = loop.new_sequence(prompt, SamplingParams(max_tokens, **fields), deltas.append)
     loop.add(row)
     return row, deltas
 
@@ -281,7 +281,7 @@ def test_sequence_may_be_cancelled_from_its_callback() -> None:
     def deltas(_: TextDelta) -> None:
         rows[0].cancel()
 
-    rows.append(loop.row([99, 40], SamplingParams(9), deltas))
+    rows.append(loop.new_sequence([99, 40], SamplingParams(9), deltas))
     loop.add(rows[0])
     loop.step()
     assert decoder.rows == {}
@@ -345,14 +345,14 @@ def test_context_limits_prompt_and_answer() -> None:
     done(loop)
     assert len(row.ids) == 5
     with pytest.raises(InputError, match="the prompt has 8 tokens, and the model's context of 8 must hold the answer"):
-        loop.row([1] * 8, SamplingParams(), lambda _: None)
+        loop.new_sequence([1] * 8, SamplingParams(), lambda _: None)
     with pytest.raises(InputError, match="the prompt is empty"):
-        loop.row([], SamplingParams(), lambda _: None)
+        loop.new_sequence([], SamplingParams(), lambda _: None)
 
 
 def test_context_limits_only_the_answer_with_an_encoder() -> None:
     loop = make_scheduler(Counting(), replace(SPEC, max_context=8, decoder_start_token_ids=(1,)))
-    assert loop.row([5] * 40, SamplingParams(1000), lambda _: None).sampling.max_tokens == 7
+    assert loop.new_sequence([5] * 40, SamplingParams(1000), lambda _: None).sampling.max_tokens == 7
 
 
 def test_partial_stop_string_at_the_limit_is_emitted() -> None:

@@ -395,13 +395,13 @@ class RecordingObserver(GenerationObserver):
         self.rows: list[int] = []
         self.ended: list[GenerationResult] = []
 
-    def on_begin(self, seconds: float) -> None:
+    def on_first_token(self, seconds: float) -> None:
         self.started.append(seconds)
 
-    def on_step(self, rows: int, seconds: float) -> None:
+    def on_decode_step(self, rows: int, seconds: float) -> None:
         self.rows.append(rows)
 
-    def on_end(self, result: GenerationResult, seconds: float) -> None:
+    def on_finish(self, result: GenerationResult, seconds: float) -> None:
         self.ended.append(result)
         raise ValueError("the observer failed")
 

@@ -95,7 +95,7 @@ class EncoderModel(Model):
         # A list in an item holds documents or labels, or words, of which those beyond the maximum length are cut.
         self.check_characters(content, max(self.settings.max_client_batch_size, self.signature.max_length))
 
-    def ask(
+    def submit_payload(
         self,
         payload: Callable[[], object],
         decode: Callable[[Outputs, Encoded], Answer],

@@ -12,7 +12,7 @@ import numpy as np
 
 from hasten.backends import Decoder, RunOptions
 from hasten.bundle import Bundle
-from hasten.core.errors import AccuracyError, HastenError, InputError, TooLargeError
+from hasten.core.errors import AccuracyError, HastenError, InputError
 from hasten.core.generation_types import GenerationSpec, SamplingParams
 from hasten.core.progress import SilentProgress
 from hasten.core.system.hardware import usable_cores
@@ -101,11 +101,6 @@ class GenerativeModel(Model):
             raise InputError(f"max_tokens is {sampling.max_tokens}, and this server generates up to {limit}")
         return sampling
 
-    def check_texts(self, count: int) -> None:
-        """Raise an error if a request asks for too many texts."""
-        if count > self.settings.max_client_batch_size:
-            raise TooLargeError(f"{count} texts are more than {self.settings.max_client_batch_size}")
-
     def generate(
         self,
         prompts: Sequence[object],
@@ -141,7 +136,7 @@ class GenerativeModel(Model):
         count = len(prompts) * len(samplings)
         if not count:
             raise InputError("there is no prompt")
-        self.check_texts(count)
+        self.check_items(count)
         # Before the request is queued, with all its prompts.
         self.check_characters(prompts, self.settings.max_request_tokens)
 

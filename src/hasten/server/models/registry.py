@@ -61,20 +61,20 @@ class Model(ABC):
 
     def check_items(self, count: int) -> None:
         """Raise an error if a request has too many items; called before they are walked."""
-        if count > self.settings.max_client_batch_size:
-            raise TooLargeError(f"{count} items are more than {self.settings.max_client_batch_size}")
+        if count > (limit := self.settings.max_client_batch_size):
+            raise TooLargeError(f"the request has {count} items; the limit is {limit} (--max-client-batch-size)")
 
     def check_characters(self, content: object, max_entries: int) -> None:
         """Raise an error if the texts of a payload are too long to be tokenized, or a list in it is too long."""
         limit = _CHARACTERS_PER_TOKEN * self.settings.max_request_tokens
         size = _count_characters(content, max_entries)
         if size > limit:
-            raise TooLargeError(f"{size} characters are more than {limit}")
+            raise TooLargeError(f"the request has {size} characters; the limit is {limit} (--max-request-tokens)")
 
     def check_tokens(self, tokens: int) -> None:
         """Raise an error if the texts of a request have too many tokens."""
-        if tokens > self.settings.max_request_tokens:
-            raise TooLargeError(f"{tokens} tokens are more than {self.settings.max_request_tokens}")
+        if tokens > (limit := self.settings.max_request_tokens):
+            raise TooLargeError(f"the request has {tokens} tokens; the limit is {limit} (--max-request-tokens)")
 
     def close(self, drain_s: float = 0.0) -> bool:
         """Drain and close the engine; return whether all requests were answered."""

@@ -55,7 +55,7 @@ def _answer(model: Model, call: HttpCall, request: PredictRequest) -> None:
         answers = task.decode(outputs, encoded, options)
         return Response.json(task.present(request.inputs, answers, options))
 
-    call.exchange.on_close = encoder.ask(lambda: request.inputs, decode, call.done, options=options)
+    call.exchange.on_close = encoder.submit_payload(lambda: request.inputs, decode, call.done, options=options)
 
 
 @_answer.register(GenerativeModel)
@@ -68,7 +68,7 @@ def _generate(model: GenerativeModel, call: HttpCall, request: PredictRequest) -
     returns_full_text = parameters.pop("return_full_text", None)
     count = parameters.pop("num_return_sequences", None)
     if isinstance(count, int):
-        model.check_texts(count)
+        model.check_items(count)
     sampling = params_per_sequence(_sampling_params(model, parameters), 1 if count is None else count)
     if returns_full_text is None:
         returns_full_text = not model.generation.decoder_start_token_ids

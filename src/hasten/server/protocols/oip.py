@@ -111,7 +111,9 @@ def infer(
         return encoder.submit(
             lambda: rows_of(encoder, tensors), decode, on_done, priority=priority, timeout_s=timeout_s
         )
-    return encoder.ask(lambda: items_of(encoder, tensors), decode, on_done, priority=priority, timeout_s=timeout_s)
+    return encoder.submit_payload(
+        lambda: items_of(encoder, tensors), decode, on_done, priority=priority, timeout_s=timeout_s
+    )
 
 
 def priority_and_timeout(parameters: Mapping[str, Any]) -> tuple[int, float | None]:

@@ -99,7 +99,7 @@ def embeddings(call: HttpCall) -> None:
         usage = Usage(prompt_tokens=tokens, total_tokens=tokens)
         return Response.json(Embeddings(object="list", data=data, model=encoder.name, usage=usage))
 
-    call.exchange.on_close = encoder.ask(lambda: texts, decode, call.done)
+    call.exchange.on_close = encoder.submit_payload(lambda: texts, decode, call.done)
 
 
 def models(call: HttpCall) -> None:

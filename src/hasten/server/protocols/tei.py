@@ -98,7 +98,7 @@ def embed(call: HttpCall) -> None:
         return Response.json(normalize(vectors) if request.normalize else vectors)
 
     check = _length_check(request.truncate, model)
-    call.exchange.on_close = model.ask(lambda: texts, decode, call.done, options=options, check=check)
+    call.exchange.on_close = model.submit_payload(lambda: texts, decode, call.done, options=options, check=check)
 
 
 def rerank(call: HttpCall) -> None:
@@ -121,7 +121,7 @@ def rerank(call: HttpCall) -> None:
 
     item = {"query": request.query, "documents": request.texts}
     check = _length_check(request.truncate, model)
-    call.exchange.on_close = model.ask(lambda: item, decode, call.done, options=options, check=check)
+    call.exchange.on_close = model.submit_payload(lambda: item, decode, call.done, options=options, check=check)
 
 
 def info(call: HttpCall) -> None:

@@ -102,13 +102,13 @@ class _DecodeWorker(EngineWorker[Decoder]):
 class GenerationObserver:
     """Observes sequences for metrics; this base class ignores them."""
 
-    def on_begin(self, seconds: float) -> None:
+    def on_first_token(self, seconds: float) -> None:
         """Record the time from a request to the first text delta of a sequence."""
 
-    def on_step(self, rows: int, seconds: float) -> None:
+    def on_decode_step(self, rows: int, seconds: float) -> None:
         """Record a decode step."""
 
-    def on_end(self, result: GenerationResult, seconds: float) -> None:
+    def on_finish(self, result: GenerationResult, seconds: float) -> None:
         """Record a finished sequence and the time since its first delta."""
 
 
@@ -177,7 +177,7 @@ class GenerationEngine(EngineLifecycle[GenerationRequest]):
             sequences, scheduler = [_ActiveSequence(request) for _ in jobs], self._workers[0].scheduler
             for index, (sequence, job) in enumerate(zip(sequences, jobs, strict=True)):
                 on_delta, continues = partial(self._on_delta, index, sequence), job.prompt.continues
-                sequence.text = scheduler.row(job.prompt.ids, job.sampling, on_delta, continues=continues)
+                sequence.text = scheduler.new_sequence(job.prompt.ids, job.sampling, on_delta, continues=continues)
             request.encode_s = time.monotonic() - begin
             with self._lock:
                 self._check_deadline(request, sum(len(sequence.text.prompt) for sequence in sequences))
@@ -207,7 +207,7 @@ class GenerationEngine(EngineLifecycle[GenerationRequest]):
             return
         if sequence.started is None:
             sequence.started = now
-            self._guarded(lambda: self._observer.on_begin(now - request.arrived), _NOT_COUNTED)
+            self._guarded(lambda: self._observer.on_first_token(now - request.arrived), _NOT_COUNTED)
         request.started = request.started or now
         try:
             request.on_text_delta(index, delta)
@@ -221,7 +221,7 @@ class GenerationEngine(EngineLifecycle[GenerationRequest]):
             result = sequence.result = GenerationResult(delta.finish, len(text.prompt), len(text.ids))
             with self._lock:
                 self._admission.on_sequence(seconds)
-            self._guarded(lambda: self._observer.on_end(result, seconds), _NOT_COUNTED)
+            self._guarded(lambda: self._observer.on_finish(result, seconds), _NOT_COUNTED)
             results = [other.result for other in request.sequences if other.result is not None]
             if len(results) == len(request.sequences):
                 self._finish(request, results, now)
@@ -290,7 +290,7 @@ class GenerationEngine(EngineLifecycle[GenerationRequest]):
             self._isolate(worker, error)
         else:
             if rows := scheduler.decoding:
-                self._guarded(lambda: self._observer.on_step(rows, seconds), _NOT_COUNTED)
+                self._guarded(lambda: self._observer.on_decode_step(rows, seconds), _NOT_COUNTED)
         finally:
             worker.sequences = [sequence for sequence in worker.sequences if not sequence.text.is_over]
         now = time.monotonic()

@@ -155,14 +155,14 @@ class GenerationMetrics(GenerationObserver):
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics, self._model = metrics, model
 
-    def on_begin(self, seconds: float) -> None:
+    def on_first_token(self, seconds: float) -> None:
         self._metrics.series(self._metrics.first_token, self._model).observe(seconds)
 
-    def on_step(self, rows: int, seconds: float) -> None:
+    def on_decode_step(self, rows: int, seconds: float) -> None:
         self._metrics.series(self._metrics.decode_step, self._model).observe(seconds)
         self._metrics.series(self._metrics.batch_rows, self._model).observe(rows)
 
-    def on_end(self, result: GenerationResult, seconds: float) -> None:
+    def on_finish(self, result: GenerationResult, seconds: float) -> None:
         metrics, model = self._metrics, self._model
         metrics.series(metrics.prompt_tokens, model).inc(result.prompt_tokens)
         metrics.series(metrics.generation_tokens, model).inc(result.tokens)
