@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from generator.chart import Bar, Panel, describe
+from generator.chart import Bar, Panel
 from generator.results import ROOT, cpu_name, day, duration, gpu_name, load, table
 from generator.serving_studies import FASTAPI_FP32, FASTAPI_SAME_GRAPH, HASTEN, HASTEN_FP32, over_rounds
 from generator.studies import CPU_PEERS, measured_with_row, paired_p50_ms
@@ -19,6 +19,8 @@ _GPU_BARS = {
     "fused-fp8@cuda": "hasten fp8",
 }
 _HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
+# The README shows fewer rejected variants than the command prints.
+_REJECTED_ROWS = 1
 _BUILD_COMMAND = f"$ hasten build {_HUB_ID} -o minilm/"
 
 
@@ -60,7 +62,8 @@ def _chart() -> str:
     cpu, gpu = load("cpu"), load("gpu")
     chosen = next(candidate for candidate in cpu["build"]["candidates"] if candidate["status"] == "chosen")
     agreement = chosen["verdict"]["agreement"]
-    description = "; ".join(map(describe, panels()))
+    # The figure describes itself with all values.
+    description = f"Median latency: {'; '.join(panel.title for panel in panels())}"
     lines = [
         "<picture>",
         '  <source media="(prefers-color-scheme: dark)" srcset="docs/assets/speed-dark.svg">',
@@ -76,14 +79,17 @@ def _chart() -> str:
 
 
 def _build_output() -> str:
-    """Return the output of the build that the chart was measured with: its table, and the machine."""
+    """Return the output of the build that the chart was measured with, with fewer rejected variants."""
     title, *lines = load("cpu")["build"]["printed"]
     # The model was built from the copy of the weights that a package ships.
     title = re.sub(r"^\S+", _HUB_ID, title)
     rejected = next(index for index, line in enumerate(lines) if line.split() == ["rejected", "reason"])
     end = next(index for index, line in enumerate(lines) if line.startswith("…"))
-    tables = [*_narrow_gaps(lines[:rejected]), *_narrow_gaps(lines[rejected:end])]
-    return "\n".join(["```", _BUILD_COMMAND, title, *tables, *lines[end : end + 1], "```", ""])
+    rejected_rows = lines[rejected : min(rejected + 1 + _REJECTED_ROWS, end)]
+    tables = [*_narrow_gaps(lines[:rejected]), *_narrow_gaps(rejected_rows)]
+    omitted = max(0, end - rejected - 1 - _REJECTED_ROWS)
+    ending = re.sub(r"\d+", lambda count: str(int(count[0]) + omitted), lines[end], count=1)
+    return "\n".join(["```", _BUILD_COMMAND, title, *tables, ending, "```", ""])
 
 
 def _narrow_gaps(lines: list[str]) -> list[str]:
@@ -108,16 +114,16 @@ def _serving() -> str:
         contender = results["contenders"][name]
         p99_ms = duration(over_rounds(contender, "p99_ms"))
         rows.append([server, model, f"{over_rounds(contender, 'per_second'):.0f}", p99_ms])
-    ours, theirs = (
+    ours, torch, fastembed = (
         f"{first_answer[name]['seconds']:.1f} s and {first_answer[name]['peak_bytes'] / 1e6:.0f} MB"
-        for name in ("hasten", "sentence_transformers")
+        for name in ("hasten", "sentence_transformers", "fastembed")
     )
     lines = [
         *table(["server", "precision", "requests/s", "p99"], rows),
         "",
         f"SST-2 classifier, {results['clients']} clients, {results['share_of_long_texts']:.0%} long reviews among "
         f"sentences; {cpu_name(results)}, {day(results)}. A fresh process needs {ours} to its first MiniLM "
-        f"embedding, sentence-transformers {theirs}. [tritonserver, LitServe and Ray Serve, with their configuration]"
+        f"embedding, sentence-transformers {torch}, fastembed {fastembed}. [More peers]"
         "(docs/benchmarks.md#serving-throughput).",
         "",
     ]
