@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import http.client
 import json
 import os
@@ -19,6 +20,8 @@ class Server:
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
         )
+        # A test that fails may not stop it.
+        atexit.register(self.process.kill)
         assert self.process.stdout is not None
         self.grpc_port = 0
         for line in self.process.stdout:

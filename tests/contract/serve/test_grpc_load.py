@@ -167,20 +167,21 @@ def test_calls_need_a_known_api_key(classifier: Bundle) -> None:
     ):
         assert client.is_server_live()
         assert client.is_server_ready()
-        assert client.is_model_ready("classifier")
         for headers in (None, {"authorization": "Bearer third"}):
             assert_rejected(
                 client.infer, "UNAUTHENTICATED", "API key", "classifier", text_inputs(TEXTS), headers=headers
             )
-            assert_rejected(client.get_model_metadata, "UNAUTHENTICATED", "API key", "classifier", headers=headers)
+            # The names of models are not public either.
+            for call in (client.is_model_ready, client.get_model_metadata):
+                assert_rejected(call, "UNAUTHENTICATED", "API key", "classifier", headers=headers)
         results: queue.Queue[Any] = queue.Queue()
         client.start_stream(lambda result, error: results.put(error or result))
         assert "API key" in str(results.get(timeout=30))
         client.stop_stream()
         for key in ("first", "second"):
-            assert (
-                client.infer("classifier", text_inputs(TEXTS), headers={"authorization": f"Bearer {key}"}) is not None
-            )
+            headers = {"authorization": f"Bearer {key}"}
+            assert client.is_model_ready("classifier", headers=headers)
+            assert client.infer("classifier", text_inputs(TEXTS), headers=headers) is not None
 
 
 def test_tls_is_required_when_configured(classifier: Bundle, tmp_path: Path) -> None:
