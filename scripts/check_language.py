@@ -1,8 +1,7 @@
 """Check the wording of docstrings, comments and pages.
 
-Function docstrings begin with a verb; public functions and classes of the package have one; phrases of the old dialect
-do not come back. Run by `make check`; the rules and
-their reasons are in CONTRIBUTING.md. `--stats` prints counts instead of findings.
+Function docstrings begin with a verb, public functions and classes of the package have one, and banned phrases are not
+used. Run by `make check`; the rules and their reasons are in CONTRIBUTING.md. `--stats` prints counts, not findings.
 """
 
 from __future__ import annotations

@@ -63,8 +63,9 @@ def main(args: argparse.Namespace) -> int:
         console.print_json(candidates)
     else:
         console.print_verdicts(candidates, family.judge.judged_rows(bundle, rows))
-    if not all(candidate.verdict.passed for candidate in candidates if candidate.verdict):
-        raise AccuracyError(f"{args.bundle} does not reproduce the reference answers here")
+    failed = [candidate.variant for candidate in candidates if candidate.verdict and not candidate.verdict.passed]
+    if failed:
+        raise AccuracyError(f"{args.bundle}: {', '.join(failed)} failed the accuracy gate here")
     if not any(candidate.verdict for candidate in candidates if candidate.variant != GRAPH):
         detail = ", so only its graph was verified" if bundle.manifest.graphs else ""
         raise UnsupportedError(f"none of the variants in {args.bundle} runs here{detail}")

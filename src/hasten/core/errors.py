@@ -99,7 +99,7 @@ class StageError(HastenError):
 
 
 class AccuracyError(HastenError):
-    """No variant passed the accuracy gate. Carries the rejected candidates with their measurements."""
+    """A variant, or every variant, failed the accuracy gate. Carries the rejected candidates and their measurements."""
 
     exit_code = 5
 
@@ -123,7 +123,7 @@ class BundleError(HastenError):
 
 
 class ServeError(HastenError):
-    """The server rejected the request."""
+    """The server cannot start, cannot be reached, or rejected the request."""
 
     exit_code = 7
 

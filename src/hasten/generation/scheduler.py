@@ -20,7 +20,10 @@ from hasten.generation.sequences import BeamSearched, OnText, Sampled, SequenceS
 
 
 class DecodeScheduler:
-    """Runs many sequences on one decoder. One thread at a time may step and free; `row` and `add` are thread-safe."""
+    """Runs many sequences on one decoder.
+
+    One thread at a time may step and free; `new_sequence` and `add` are thread-safe.
+    """
 
     def __init__(
         self,

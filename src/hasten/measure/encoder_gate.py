@@ -175,7 +175,7 @@ def judge(
             return passed, reason
     bound = min_agreement if gate.min_agreement is None else gate.min_agreement
     if agreement.value >= bound:
-        return True, f"{agreement.measure} {agreement.value:.4f} ≥ {bound:g}{_at(sizes[0])}"
+        return True, f"{_floored(agreement)} ≥ {bound:g}{_at(sizes[0])}"
     return False, f"{_floored(agreement)} < {bound:g}{_at(sizes[0])}"
 
 

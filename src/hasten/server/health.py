@@ -63,7 +63,7 @@ def routes(server: ServerStatus) -> list[Route]:
         probe("/health", ready, "Readiness check"),
         Route("GET", "/metrics", metrics, "Prometheus metrics", None, str, (TEXT,)),
         Route("GET", "/openapi.json", openapi_json, "OpenAPI description of this server", answer=dict[str, Any]),
-        Route("GET", "/docs", docs, "List of routes for people", None, str, ("text/html",)),
+        Route("GET", "/docs", docs, "HTML list of routes", None, str, ("text/html",)),
     ]
 
 

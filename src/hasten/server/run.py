@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -103,10 +104,11 @@ def make_app(settings: Settings) -> App:
 def bundle_paths(settings: Settings) -> dict[str, Path]:
     """Return the bundles by directory name; a symbolic link keeps its own name, so that its target may change."""
     candidates = [path for bundle in settings.bundles for path in find_bundles(Path(bundle).expanduser())]
-    paths = {(path.resolve() if path.name in ("", "..") else path).name: path for path in candidates}
-    if len(paths) < len(candidates):
-        raise PlanError("two bundles have the same name", hint="models are named after their directories; rename one")
-    return paths
+    names = [(path.resolve() if path.name in ("", "..") else path).name for path in candidates]
+    name, count = Counter(names).most_common(1)[0]
+    if count > 1:
+        raise PlanError(f"two bundles are named '{name}'", hint="models are named after their directories; rename one")
+    return dict(zip(names, candidates, strict=True))
 
 
 def load_models(app: App, settings: Settings) -> None:

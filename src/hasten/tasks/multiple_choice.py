@@ -150,7 +150,9 @@ def _parse(entry: object, position: int) -> Question:
     prompt, choices = entry.get("prompt", entry.get("text")), entry.get("choices")
     if prompt is None or choices is None:
         missing = "prompt" if prompt is None else "choices"
-        raise InputError(f'item {position} has no "{missing}": {{{", ".join(map(str, entry))}}}', hint=_HINT)
+        raise InputError(
+            f'item {position} has no "{missing}"; its fields are: {", ".join(map(str, entry))}', hint=_HINT
+        )
     return Question(check_text(prompt, f"prompt {position}"), check_texts(choices, "choices", position))
 
 

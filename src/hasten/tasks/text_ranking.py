@@ -279,7 +279,8 @@ def _parse_item(entry: object, position: int) -> Query:
     if isinstance(entry, Mapping):
         if entry.get("text") is None or entry.get("text_pair") is None:
             raise InputError(
-                f'item {position} has no "text" and "text_pair": {{{", ".join(map(str, entry))}}}', hint=_HINT
+                f'item {position} has no "text" and "text_pair"; its fields are: {", ".join(map(str, entry))}',
+                hint=_HINT,
             )
         texts: Sequence[object] = (entry["text"], entry["text_pair"])
     elif isinstance(entry, list | tuple):

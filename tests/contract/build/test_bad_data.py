@@ -23,7 +23,9 @@ BAD_DATA: dict[str, tuple[dict[str, Any], type[HastenError], str]] = {
     "an empty folder": ({"data": "{folder}"}, InputError, "cannot be read"),
     "not JSON": ({"data": "{torn}"}, InputError, "line 1 is not JSON"),
     "a missing column": (
-        {"data": [{"sentence": "a", "label": 1}]}, InputError, 'data.jsonl: item 1 has no "text": {sentence, label}'
+        {"data": [{"sentence": "a", "label": 1}]},
+        InputError,
+        'data.jsonl: item 1 has no "text"; its fields are: sentence, label',
     ),
     "a column in a later row": ({"data": [*ROWS, {"label": 1}]}, InputError, "data.jsonl: item 4"),
     "a column that is nowhere": ({"data": ROWS, "columns": {"text": "txt"}}, InputError, "no column 'txt'"),

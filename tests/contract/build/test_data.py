@@ -289,7 +289,7 @@ def test_tags_are_read_from_tables_and_datasets(
         (["build", "{model}", "--metric", "macro-f1"], 2, "--metric needs labelled data"),
         (["build", "{model}", "--data", "{rows.csv}", "--columns", "text"], 2, "is not NAME=COLUMN"),
         (["build", "{model}", "--data", "{rows.csv}", "--columns", "text=x"], 2, "its columns: sentence, stars"),
-        (["build", "{model}", "--data", "{rows.csv}"], 2, 'has no "text": {sentence, stars}'),
+        (["build", "{model}", "--data", "{rows.csv}"], 2, 'has no "text"; its fields are: sentence, stars'),
         (["build", "{model}", "--data", "datasets:glue:sst2:validation"], 4, "hub cannot be reached"),
         (["build", "{model}", "--data", "glue"], 2, "datasets:NAME:SPLIT"),
         (["verify", "{bundle}", "--columns", "text=a"], 2, "--columns needs a data file"),

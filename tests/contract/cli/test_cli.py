@@ -249,7 +249,7 @@ def test_dry_run_writes_nothing(
         (
             ["verify", "{bundle}", "--data", "{bundle}/reference/inputs.jsonl", "--columns", "text_pair=text"],
             2,
-            'inputs.jsonl: item 1 has no "text": {text_pair}',
+            'inputs.jsonl: item 1 has no "text"; its fields are: text_pair',
         ),
         (["bench", "/nowhere"], 6, "no such directory"),
         (["bench", "{bundle}", "--bench-budget", "0"], 2, "is not a positive duration"),

@@ -233,7 +233,7 @@ def test_overload_is_rejected_with_429(classifier: Bundle) -> None:
     assert len(accepted) >= limit
     assert rejected
     for answer in rejected:
-        waiting = int(re.search(rb"(\d+) requests are waiting", answer)[1])
+        waiting = int(re.search(rb"open requests: (\d+)", answer)[1])
         assert waiting <= limit
         assert b"retry-after: " in answer
     assert all(answer.count(b'"label"') == 100 for answer in accepted)

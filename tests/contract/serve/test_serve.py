@@ -271,4 +271,4 @@ def test_bundles_of_same_name_are_rejected(classifier: Bundle, capsys: pytest.Ca
     from hasten.cli import main
 
     assert main(["serve", str(classifier.path), str(classifier.path), "--port", "0"]) == 2
-    assert "same name" in capsys.readouterr().err
+    assert "two bundles are named 'classifier'" in capsys.readouterr().err

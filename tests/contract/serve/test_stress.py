@@ -150,7 +150,8 @@ def test_silence_times_out_and_invalid_http_counts_as_broken() -> None:
 
 @pytest.mark.slow
 def test_sweep_finds_the_capacity_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
-    capacity = 150.0
+    # Low, so that a busy machine is no limit; a pause shorter than the objective does not matter.
+    capacity = 40.0
     free_at = 0.0
 
     async def one_at_a_time(*_: object) -> int:
@@ -162,10 +163,10 @@ def test_sweep_finds_the_capacity_of_a_server(capsys: pytest.CaptureFixture[str]
     with scripted(one_at_a_time) as port:
         result = stress_json(
             capsys,
-            *(f"127.0.0.1:{port}", "--sweep", "--rate", "40", "--duration", "2s", "--slo-p99", "0.3s"),
+            *(f"127.0.0.1:{port}", "--sweep", "--rate", "10", "--duration", "5s", "--slo-p99", "0.6s"),
         )
     assert 0.8 * capacity < result["best"]["rate"] < 1.2 * capacity, [run["rate"] for run in result["runs"]]
-    assert result["objective_ms"] == 300
+    assert result["objective_ms"] == 600
 
 
 def test_rows_api_key_and_model_reach_the_server(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_calibration_equal_to_evaluation_is_rejected() -> None:
 
 def test_bad_calibration_row_error_names_the_file() -> None:
     for evaluation in (None, data(labelled(2))):
-        with pytest.raises(InputError, match=r'train.jsonl: item 2 has no "text": {sentence}'):
+        with pytest.raises(InputError, match=r'train.jsonl: item 2 has no "text"; its fields are: sentence'):
             check_calibration(TASK, evaluation, data([{"text": "a"}, {"sentence": "b"}], "train.jsonl"))
 
 

@@ -210,7 +210,7 @@ def test_cancelled_queued_request_frees_its_room(engines: Any) -> None:
     decoder.gate.clear()
     first = Submitted(engine, [4], tokens=2)
     second = Submitted(engine, [5], tokens=2)
-    with pytest.raises(OverloadedError, match="2 requests are waiting"):
+    with pytest.raises(OverloadedError, match="open requests: 2; the limit is 2"):
         Submitted(engine, [6])
     engine.cancel(second.request)
     third = Submitted(engine, [6], tokens=2)

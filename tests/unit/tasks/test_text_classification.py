@@ -169,7 +169,7 @@ def test_payloads_are_parsed(payload: object, items: list[object]) -> None:
         (["a", ["b"]], "text 2 is list"),
         (["a", "b", ""], "text 3 is empty"),
         ({}, 'item 1 has no "text"'),
-        (["a", {"txt": "b"}], r'item 2 has no "text": \{txt\}'),
+        (["a", {"txt": "b"}], r'item 2 has no "text"; its fields are: txt'),
         (["a", {"text": None}], "text 2 is NoneType"),
         ({"text": "a", "text_pair": ""}, "text_pair 1 is empty"),
         (["a", {"text": "a", "text_pair": 3}], "text_pair 2 is int"),

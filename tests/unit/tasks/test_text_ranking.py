@@ -76,7 +76,7 @@ def test_payloads_are_parsed(payload: object, items: list[Query]) -> None:
         ([["q", 3]], "text_pair 1 is int"),
         ([[["q"], "d"]], "text 1 is list"),
         ([["q", "\ud800"]], "text_pair 1 is not valid Unicode"),
-        ({"text": "q"}, 'item 1 has no "text" and "text_pair": {text}'),
+        ({"text": "q"}, 'item 1 has no "text" and "text_pair"; its fields are: text'),
         ({"text": "q", "text_pair": None}, 'item 1 has no "text" and "text_pair"'),
         ({"text": "q", "text_pair": ""}, "text_pair 1 is empty"),
         ({"query": "q"}, 'item 1 has no "documents"'),

@@ -39,7 +39,7 @@ def parse_single_texts(payload: object, task: str) -> list[str]:
 def _parse_text(entry: object, position: int) -> str | tuple[str, str]:
     if isinstance(entry, Mapping):
         if "text" not in entry:
-            raise InputError(f'item {position} has no "text": {{{", ".join(map(str, entry))}}}')
+            raise InputError(f'item {position} has no "text"; its fields are: {", ".join(map(str, entry))}')
         pair = entry.get("text_pair")
         text = check_text(entry["text"], f"text {position}")
         return text if pair is None else (text, check_text(pair, f"text_pair {position}"))

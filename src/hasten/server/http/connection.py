@@ -242,7 +242,7 @@ class Connection(asyncio.Protocol):
 
     def _reject_large_body(self) -> None:
         limit = self._server.limits.body_bytes
-        self._reject(error_response(TooLargeError(f"the body is larger than {limit} bytes")))
+        self._reject(error_response(TooLargeError(f"the body is larger than {limit} bytes (--max-body)")))
 
     # ManagedConnection
 

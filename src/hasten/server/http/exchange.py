@@ -222,7 +222,8 @@ def read_json(body: bytes | memoryview, kind: type[Body]) -> Body:
         reason, _, path = str(error).replace("`", "").partition(" - at ")
         raise errors.InputError(f"invalid request: {reason}" + (f" at {path}" if path else "")) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise errors.InputError(f"the request is not JSON: {error}") from error
+        reason = str(error).removeprefix("JSON is malformed: ")
+        raise errors.InputError(f"the request is not JSON: {reason}") from error
 
 
 def error_response(

@@ -21,7 +21,10 @@ class ReloadWatcher:
         self._missing: set[str] = set()
 
     def reload(self) -> int:
-        """Load new and changed bundles; return how many were tried. One that cannot be opened leaves the old model."""
+        """Load new and changed bundles and return the number of bundles tried.
+
+        If a bundle cannot be opened, the old model keeps serving.
+        """
         try:
             paths = self._paths()
         except (HastenError, OSError) as error:

@@ -126,7 +126,7 @@ class Route:
 def with_version(route: Route) -> tuple[Route, Route]:
     """Return a route of a model, and the same route with the version of the model in its path."""
     path = route.path.replace("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
-    return route, replace(route, path=path, summary="The same, with the only version named")
+    return route, replace(route, path=path, summary=f"{route.summary} (with a version)")
 
 
 class Router:

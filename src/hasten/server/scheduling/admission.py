@@ -26,9 +26,15 @@ class Admission(ABC):
     def check(self, open_requests: int) -> None:
         """Raise an error if too many requests are open or another would wait too long."""
         wait_s, limits = self.wait_s(open_requests), self._limits
-        is_slow = limits.slowdown is not None and 0 < (limits.slowdown - 1) * self._unloaded_s < wait_s
-        if open_requests >= limits.requests or wait_s > limits.wait_s or is_slow:
-            raise OverloadedError(f"{open_requests} requests are waiting", retry_after_s=max(0.1, wait_s))
+        if open_requests >= limits.requests:
+            reason = f"open requests: {open_requests}; the limit is {limits.requests} (--max-queue)"
+        elif wait_s > limits.wait_s:
+            reason = f"estimated wait: {wait_s:.1f} s; the limit is {limits.wait_s:g} s (--max-queue-time)"
+        elif limits.slowdown is not None and 0 < (limits.slowdown - 1) * self._unloaded_s < wait_s:
+            reason = f"estimated latency: more than {limits.slowdown:g}× that of a lone request (--max-slowdown)"
+        else:
+            return
+        raise OverloadedError(reason, retry_after_s=max(0.1, wait_s))
 
     @abstractmethod
     def wait_s(self, open_requests: int) -> float:
@@ -41,17 +47,18 @@ class TokenAdmission(Admission):
     def __init__(self, limits: Limits, sessions: int) -> None:
         super().__init__(limits)
         self._sessions = sessions
-        # Of the open requests that are tokenized: their number and their tokens.
+        # Of the open requests that are tokenized: their number, and their tokens that have not run.
         self._encoded = self._tokens = 0
         self._tokens_per_request = 0.0
-        self._tokens_per_s = 0.0
+        # Of recent batches that ran while others were queued.
+        self._loaded_tokens = self._loaded_s = 0.0
 
     def wait_s(self, open_requests: int) -> float:
         """Estimate how long the open requests will take; running batches count as if they had just started."""
-        if not self._tokens_per_s:
+        if not self._loaded_s:
             return 0.0
         tokens = self._tokens + (open_requests - self._encoded) * self._tokens_per_request
-        return tokens / (self._tokens_per_s * self._sessions)
+        return tokens * self._loaded_s / (self._loaded_tokens * self._sessions)
 
     def on_encoded(self, tokens: int) -> None:
         """Count a request that was tokenized."""
@@ -59,14 +66,23 @@ class TokenAdmission(Admission):
         self._tokens += tokens
         self._tokens_per_request = _average(self._tokens_per_request, tokens)
 
-    def on_answered(self, tokens: int) -> None:
-        """Remove a tokenized request from the count."""
-        self._encoded -= 1
+    def on_run(self, tokens: int) -> None:
+        """Count tokens of an open request that have run."""
         self._tokens -= tokens
 
-    def on_batch(self, tokens: int, requests: int, seconds: float) -> None:
-        """Update the throughput, and the unloaded latency if the batch held a single request."""
-        self._tokens_per_s = _average(self._tokens_per_s, tokens / max(seconds, 1e-6))
+    def on_answered(self, tokens_left: int) -> None:
+        """Remove a tokenized request from the count, with the tokens that have not run."""
+        self._encoded -= 1
+        self._tokens -= tokens_left
+
+    def on_batch(self, tokens: int, requests: int, seconds: float, *, is_loaded: bool) -> None:
+        """Update the throughput if requests were queued, and the unloaded latency if the batch held a single request.
+
+        A batch of a lone short request says nothing about the throughput of full ones.
+        """
+        if is_loaded:
+            self._loaded_tokens = _DECAY * self._loaded_tokens + tokens
+            self._loaded_s = _DECAY * self._loaded_s + max(seconds, 1e-6)
         if requests == 1:
             self._unloaded_s = _average(self._unloaded_s, seconds)
 

@@ -130,6 +130,7 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
                         return
                     pool.rest(worker, self._batch_delay_left_s())
                 job = self._queue.take(time.monotonic()) if is_ready else None
+                is_loaded = bool(self._queue)
                 dropped, self._queue.dropped = self._queue.dropped, []
                 # Batches before tasks: tokenizer threads can run those meanwhile.
                 task = pool.tasks.popleft() if job is None and pool.tasks else None
@@ -137,7 +138,7 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
             for pending in dropped:
                 self._end(pending, _drop_error(pending))
             if job is not None:
-                self._run(worker, job)
+                self._run(worker, job, is_loaded=is_loaded)
             elif task is not None:
                 task()
 
@@ -186,7 +187,7 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
             logger.exception("a request could not be tokenized")
             self._answer(request, StageError(f"the request could not be tokenized: {type(error).__name__}"), None)
 
-    def _run(self, worker: SessionWorker, job: BatchJob) -> None:
+    def _run(self, worker: SessionWorker, job: BatchJob, *, is_loaded: bool = False) -> None:
         tokens = job.tokens
         try:
             with self._run_on_cores(worker, tokens):
@@ -200,7 +201,7 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
         self._distribute(job, parts, seconds)
         # Statistics come after the answers, so that clients do not wait for them.
         with self._lock:
-            self._admission.on_batch(tokens, len(job.slices), seconds)
+            self._admission.on_batch(tokens, len(job.slices), seconds, is_loaded=is_loaded)
         self._guarded(lambda: self._observer.on_batch(job, seconds), "a batch could not be counted")
 
     def _isolate(self, worker: SessionWorker, job: BatchJob, error: BaseException) -> None:
@@ -229,6 +230,10 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
                 pending.parts.append((part.rows, outputs))
                 pending.compute_s += seconds
                 pending.missing -= len(part.rows)
+                if not pending.is_over:
+                    ran = int(pending.batch.lengths[part.rows].sum())
+                    pending.tokens_left -= ran
+                    self._admission.on_run(ran)
                 if not pending.missing:
                     complete.append(pending)
             # Decode on this thread if no batch waits for it, otherwise on idle tokenizer threads.
@@ -295,7 +300,7 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
     ) -> None:
         with self._lock:
             if request.pending is not None:
-                self._admission.on_answered(request.pending.tokens)
+                self._admission.on_answered(request.pending.tokens_left)
                 # Break the reference cycle: otherwise only the garbage collector, which stops all threads, frees them.
                 request.pending = None
             self._release(request)

@@ -54,7 +54,9 @@ class PendingRequest(msgspec.Struct, eq=False):
     is_over: bool = False
     compute_s: float = 0.0
     parts: list[tuple[IntArray, Outputs]] = []
+    # All tokens, and those of rows without outputs.
     tokens: int = 0
+    tokens_left: int = 0
     # Number of rows without outputs.
     missing: int = 0
     # Indices of the queued rows by length, and the request's number in order of arrival.
@@ -63,7 +65,8 @@ class PendingRequest(msgspec.Struct, eq=False):
 
     def __post_init__(self) -> None:
         lengths = self.batch.lengths.tolist()
-        self.tokens, self.missing = sum(lengths), len(lengths)
+        self.tokens = self.tokens_left = sum(lengths)
+        self.missing = len(lengths)
         for index, length in enumerate(lengths):
             self.rows.setdefault(length, []).append(index)
 
