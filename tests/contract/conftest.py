@@ -116,12 +116,12 @@ def faulty_bundle(tiny_classifier: Any, quick_build: Any, tmp_path_factory: pyte
 @pytest.fixture
 def standin(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     """Replace TensorRT and the GPU by fakes (tests/support/fakes/tensorrt)."""
-    from hasten.backends.tensorrt import engine
+    from hasten.backends.tensorrt import engine, library
     from hasten.core.system.hardware import this_machine
 
     folder = Path(__file__).parents[1] / "support" / "fakes" / "tensorrt"
-    names = ("tensorrt", "cuda", "cuda.bindings", "cuda.bindings.runtime")
-    caches = (engine._log, engine.loading_error, this_machine)
+    names = ("tensorrt", "tensorrt_rtx_bindings", "cuda", "cuda.bindings", "cuda.bindings.runtime")
+    caches = (engine._log, library.loading_error, this_machine)
     before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(driver(tmp_path_factory.mktemp("driver"), "Stand-in")))

@@ -27,7 +27,7 @@ _STARTUP_PERIOD_S = 2
 # The startup timeout, as a multiple of the benchmark's load time (for a cold node with a slow disk), and its minimum.
 _STARTUP_FACTOR, _MIN_STARTUP_S = 60, 120
 _MEMORY_STEP = 64 * 2**20
-_GPU, _TENSORRT = "nvidia.com/gpu", "tensorrt"
+_GPU = "nvidia.com/gpu"
 # The writable paths: the server's cache of measurements, and temporary files of libraries.
 _WRITABLE = {"cache": CACHE, "tmp": "/tmp"}
 VOLUMES = [{"name": name, "emptyDir": {}} for name in _WRITABLE]
@@ -53,7 +53,10 @@ has the same packages: ONNX Runtime for CUDA, PyTorch and Triton.
 """
 _TOLERATED = "pods tolerate the taint of that name"
 _NOT_TOLERATED = "nodes with the taint of that name are excluded, since Knative rejects tolerations by default"
-_TENSORRT_NOTES = "TensorRT is not on PyPI: install it in that image, too, or no pod becomes ready.\n"
+_ENGINE_NOTES = {
+    "tensorrt": "TensorRT is not on PyPI: install it in that image, too, or no pod becomes ready.\n",
+    "tensorrt-rtx": "Install `hasten[tensorrt-rtx]` in that image, too, or no pod becomes ready.\n",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +205,7 @@ class Pod:
         if not self.gpus:
             return ""
         notes = _GPU_NOTES.format(taint=_TOLERATED if is_tolerant else _NOT_TOLERATED)
-        return notes + (_TENSORRT_NOTES if self.entry.backend == _TENSORRT else "")
+        return notes + _ENGINE_NOTES.get(self.entry.backend, "")
 
     def scheduling(self, selector: Mapping[str, object]) -> dict[str, object]:
         """Return the fields that place and stop the pods, which have the labels of the selector.

@@ -35,8 +35,10 @@ ORT_QDQ = Variant("onnxruntime", Precision.INT8, modifiers=(Modifier.QDQ,))
 FUSED_QDQ = {
     precision: Variant("fused", precision, CUDA, (Modifier.QDQ,)) for precision in (Precision.INT8, Precision.FP8)
 }
-# … and this from any module that can be patched: it is the only int8 variant for TensorRT.
-TENSORRT_QDQ = Variant("tensorrt", Precision.INT8, CUDA, (Modifier.QDQ,))
+# … and these from any module that can be patched: they are the only int8 variants for TensorRT and TensorRT for RTX.
+TENSORRT_QDQ = {
+    backend: Variant(backend, Precision.INT8, CUDA, (Modifier.QDQ,)) for backend in ("tensorrt", "tensorrt-rtx")
+}
 # Modifiers that rewrite ONNX Runtime's graphs, or quantize their activations.
 _UNSUPPORTED = {Method.NNCF: tuple(Modifier), Method.BLOCKS: (Modifier.ATTENTION,)}
 # Modifiers that these backends also apply to variants that are not quantized.
@@ -62,7 +64,7 @@ def check_modifiers(variant: Variant) -> None:
     if variant.backend == "onnxruntime" and variant.device == CUDA and is_quantized(variant):
         raise UnsupportedError(f"'{variant}' is not supported: ONNX Runtime runs int8 encoder graphs only on CPUs")
     if is_qdq(variant):
-        supported = (ORT_QDQ, *FUSED_QDQ.values(), TENSORRT_QDQ)
+        supported = (ORT_QDQ, *FUSED_QDQ.values(), *TENSORRT_QDQ.values())
         if variant not in supported:
             raise PlanError(f"'{variant}' is not supported: +qdq exists only as {', '.join(map(str, supported))}")
         return
@@ -125,13 +127,17 @@ def is_qdq(variant: Variant) -> bool:
 
 def needs_qdq_module(variant: Variant) -> bool:
     """Return whether the variant needs a module that already has quantizers."""
-    return is_qdq(variant) and variant != TENSORRT_QDQ
+    return is_qdq(variant) and variant not in TENSORRT_QDQ.values()
 
 
 def is_quantized_graph(variant: Variant) -> bool:
     """Return whether the variant can only be made from an ONNX graph that is quantized already."""
-    is_tensorrt = variant.backend == TENSORRT_QDQ.backend
-    return is_tensorrt and variant.precision in (Precision.INT8, Precision.FP8) and not is_qdq(variant)
+    return is_quantized_engine(variant) and not is_qdq(variant)
+
+
+def is_quantized_engine(variant: Variant) -> bool:
+    """Return whether the variant is an engine of TensorRT whose matmuls run in 8 bits, and all else in fp16."""
+    return variant.backend in TENSORRT_QDQ and variant.precision in (Precision.INT8, Precision.FP8)
 
 
 def method_of(variant: Variant) -> Method:
@@ -152,7 +158,7 @@ def needs_calibration(variant: Variant) -> bool:
     """Return whether making the variant takes rows, to find ranges, outliers or sensitive matmuls."""
     if not is_quantized(variant):
         return False
-    if backend_quantizes_module(variant) or variant == TENSORRT_QDQ:
+    if backend_quantizes_module(variant) or variant in TENSORRT_QDQ.values():
         return True
     is_searched = any(word in variant.modifiers for word in (Modifier.SMOOTH, Modifier.SPLIT))
     return bool(kept_matmuls(variant)) or is_searched or method_of(variant) in (Method.STATIC, Method.NNCF)

@@ -127,7 +127,7 @@ def test_broken_packages_and_extensions_are_reported(tmp_path: Path) -> None:
     assert _one(problems, "the backend 'abacus' of acme_beads:BACKEND cannot be loaded")
     assert _one(problems, "the object registered as the backend 'finger' is not a backend") == ""
     health = {backend["name"]: backend["health"] for backend in report["backends"]}
-    expected = {"graph": "works", "onnxruntime": "works", "tensorrt": "absent"}
+    expected = {"graph": "works", "onnxruntime": "works", "tensorrt": "absent", "tensorrt-rtx": "absent"}
     assert health == {**expected, **dict.fromkeys(("fused", "inductor", "openvino", "torch"), "broken")}
 
 

@@ -18,7 +18,7 @@ int cuDeviceGetCount(int *count) { *count = sizeof names / sizeof *names; return
 int cuDeviceGet(int *device, int index) { *device = 40 + index; return 0; }
 int cuDeviceGetName(char *name, int size, int device) { strncpy(name, names[device - 40], size); return 0; }
 int cuDeviceTotalMem_v2(size_t *size, int device) { *size = (size_t)(device + 40) << 30; return 0; }
-int cuDeviceGetAttribute(int *value, int which, int device) { *value = which == 75 ? 9 : device - 40; return 0; }
+int cuDeviceGetAttribute(int *value, int which, int device) { *value = which == 75 ? MAJOR : device - 40; return 0; }
 int cuDriverGetVersion(int *version) { *version = 13020; return 0; }
 """
 MANAGEMENT = """
@@ -28,9 +28,10 @@ int nvmlSystemGetDriverVersion(char *version, unsigned size) { strncpy(version, 
 """
 
 
-def driver(folder: Path, *names: str) -> Path:
+def driver(folder: Path, *names: str, major: int = 9) -> Path:
     """Compile a driver that shows these GPUs, and return its directory; the first has 80 GiB and capability 9.0."""
-    return _compile(folder, "cuda", CUDA.replace("NAMES", ", ".join(f'"{name}"' for name in names)))
+    source = CUDA.replace("NAMES", ", ".join(f'"{name}"' for name in names)).replace("MAJOR", str(major))
+    return _compile(folder, "cuda", source)
 
 
 def management(folder: Path, *, is_broken: bool = False) -> Path:

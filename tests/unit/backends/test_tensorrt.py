@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from hasten.backends import to_dims
+from hasten.backends import BACKENDS, to_dims
 from hasten.backends.tensorrt import BACKEND
-from hasten.backends.tensorrt.engine import loading_error, write_atomically
+from hasten.backends.tensorrt.engine import write_atomically
 from hasten.backends.tensorrt.engine_spec import (
     EnginePlatform,
     EngineRecord,
@@ -25,6 +25,7 @@ from hasten.backends.tensorrt.engine_spec import (
     read_record,
     timing_cache_name,
 )
+from hasten.backends.tensorrt.library import loading_error
 from hasten.backends.tensorrt.typed_graph import HALF_PRECISIONS, weight_precision, write_typed
 from hasten.core.errors import StageError
 from hasten.core.plan import Plan, PlanError, Range, Shapes
@@ -38,6 +39,7 @@ FLOAT, FLOAT16, BFLOAT16, INT8 = (
 )  # fmt: skip
 FLOAT8 = onnx.TensorProto.FLOAT8E4M3FN
 PLATFORM = EnginePlatform("NVIDIA H200", "9.0", "11.4.0")
+NEEDED = "TensorRT for RTX runs on compute capability 8.0, 8.6, 8.9, 12.0 and newer"
 SPEC = EngineSpec((Profile(Shape(1, 16), Shape(8, 128), Shape(32, 256)),), 2**30)
 
 
@@ -143,16 +145,33 @@ def test_write_atomically_replaces_file(tmp_path: Path) -> None:
         ("tensorrt-int8@cuda", "9.0", ""),
         ("tensorrt-int4@cuda", "9.0", "it does not compute in int4"),
         ("tensorrt-fp16", "9.0", "it runs on 'cuda', not on 'cpu'"),
+        ("tensorrt-rtx-fp16@cuda", "8.0", ""),
+        ("tensorrt-rtx-fp8@cuda", "8.9", ""),
+        ("tensorrt-rtx-fp8@cuda", "8.6", "fp8 needs compute capability 8.9; Card has 8.6"),
+        ("tensorrt-rtx-int8+qdq@cuda", "12.1", ""),
+        ("tensorrt-rtx-fp16@cuda", "7.5", f"{NEEDED}; Card has 7.5"),
+        ("tensorrt-rtx-fp16@cuda", "9.0", f"{NEEDED}; Card has 9.0"),
+        ("tensorrt-rtx-fp16@cuda", "10.0", f"{NEEDED}; Card has 10.0"),
     ],
 )
 def test_probe_checks_precision_and_compute_capability(
     variant: str, capability: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hasten.backends.find_spec", lambda _: object())
-    monkeypatch.setattr("hasten.backends.tensorrt.loading_error", lambda: None)
+    monkeypatch.setattr("hasten.backends.tensorrt.loading_error", lambda _: None)
     machine = replace(this_machine(), gpus=(Gpu("Card", 2**34, capability, "580"),))
-    support = BACKEND.probe(machine, Variant.parse(variant))
+    support = BACKENDS.get(Variant.parse(variant).backend).probe(machine, Variant.parse(variant))
     assert (support.ok, support.reason) == (not reason, reason)
+
+
+def test_gpu_that_rtx_rejects_is_reported_before_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten.backends.find_spec", lambda _: None)
+    backend = BACKENDS.get("tensorrt-rtx")
+    for capability, reason in (("9.0", f"{NEEDED}; Card has 9.0"), ("12.0", "the package 'tensorrt_rtx_bindings' is")):
+        machine = replace(this_machine(), gpus=(Gpu("Card", 2**34, capability, "580"),))
+        support = backend.probe(machine)
+        assert support.reason.startswith(reason)
+    assert "hasten[tensorrt-rtx]" in support.hint
 
 
 def test_probe_rejects_packages_without_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,6 +466,22 @@ def test_quantized_graph_uses_fp16_between_matmuls(
     assert stored["scale/fp16"].data_type == FLOAT16
     if not from_float:
         assert stored["w"] == next(tensor for tensor in model.graph.initializer if tensor.name == "w")
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_eye_like_becomes_comparison_of_indices(k: int, tmp_path: Path) -> None:
+    """The parser takes EyeLike only of fixed sizes; of another diagonal than the main one it stays."""
+    from onnx.reference import ReferenceEvaluator
+
+    nodes = [node("ReduceMax", "x", "scores", axes=[2], keepdims=0), node("EyeLike", "scores", "eye", k=k)]
+    nodes += [node("Unsqueeze", "eye axes", "y")]
+    model = graph_of(nodes, {"axes": np.array([2])})
+    typed = write_and_load(model, tmp_path, Precision.FP32)
+    assert any(step.op_type == "EyeLike" for step in typed.graph.node) is bool(k)
+    for rows, columns in ((3, 3), (2, 5), (5, 2)):
+        x = np.zeros((rows, columns, 4), np.float32)
+        (eye,) = ReferenceEvaluator(typed).run(None, {"x": x, "mask": np.ones((rows, columns), np.int64)})
+        np.testing.assert_array_equal(eye[..., 0], np.eye(rows, columns, k, dtype=np.float32))
 
 
 def test_quantized_graph_before_opset_19_is_unchanged(tmp_path: Path) -> None:

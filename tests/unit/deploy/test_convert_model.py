@@ -169,7 +169,7 @@ def test_missing_part_of_tensorrt_is_named(
     machine = replace(this_machine(), gpus=(Gpu("NVIDIA H200", 2**37, "9.0", "580.0"),))
     monkeypatch.setattr("hasten.core.system.hardware.this_machine", lambda: machine)
     monkeypatch.setattr("hasten.backends.tensorrt.probe_packages", lambda _: packages)
-    monkeypatch.setattr("hasten.backends.tensorrt.loading_error", lambda: loading)
+    monkeypatch.setattr("hasten.backends.tensorrt.loading_error", lambda _: loading)
     assert run([*MODEL, "--backend", "tensorrt", "-o", str(tmp_path / "out")]) == 3
     first, hint = capsys.readouterr().err.splitlines()
     assert first.startswith("error: the backend tensorrt does not run here: ")

@@ -1,4 +1,6 @@
-"""Run engines in TensorRT on NVIDIA GPUs. Experimental: never run on a real TensorRT, and tried only if named.
+"""Run engines in TensorRT on NVIDIA GPUs. Experimental: no engine was ever run, and it is tried only if named.
+
+The same code serves the backend `tensorrt-rtx`, with another library (`library.py`).
 
 A variant has three files: the typed graph (`typed_graph.py`), the engine built from it (`engine.py`), and a record of
 the GPU, TensorRT version and shapes it was built for (`engine_spec.py`). An engine runs only on that kind of GPU with
@@ -32,16 +34,16 @@ from hasten.backends.tensorrt.engine import (
     current_platform,
     infer,
     load_engine,
-    loading_error,
     write_atomically,
 )
 from hasten.backends.tensorrt.engine_spec import EngineRecord, EngineSpec, engine_name, profiles, read_record
+from hasten.backends.tensorrt.library import TENSORRT, Library, loading_error
 from hasten.backends.tensorrt.typed_graph import write_typed
 from hasten.core.batching import batch_in_order
 from hasten.core.errors import StageError
 from hasten.core.placement import SelfTest
 from hasten.core.system.cache import cache_directory
-from hasten.core.system.hardware import Machine
+from hasten.core.system.hardware import Gpu, Machine
 from hasten.core.tensors import MASKS, Batch, Layout, Outputs, SessionSpec, gather, pad, unpad
 from hasten.core.variant import CUDA, Precision, Support, Variant
 
@@ -60,16 +62,19 @@ _MIN_CAPABILITY = {
 
 
 class TensorRT:
-    """The backend `tensorrt`."""
+    """A backend that builds engines with one of the libraries and runs them."""
 
-    name = "tensorrt"
-    requires = ("tensorrt", "cuda")
-    extra = "tensorrt"
     dialect = Dialect.ONNX
     is_stored = True
 
+    def __init__(self, library: Library, note: str) -> None:
+        self.name = self.extra = library.backend
+        self.requires = (library.module, "cuda")
+        self._library = library
+        self._note = note
+
     def probe(self, machine: Machine, variant: Variant | None = None) -> Support:
-        support = probe_on_gpu(machine, variant, self._installed)
+        support = probe_on_gpu(machine, variant, lambda: self._installed(machine.gpus[0]))
         if not support.ok:
             return support
         precision = variant.precision if variant is not None else Precision.FP32
@@ -77,10 +82,13 @@ class TensorRT:
             return Support.no(f"it does not compute in {precision}")
         return probe_capability(machine.gpus[0], _MIN_CAPABILITY[precision], precision)
 
-    def _installed(self) -> Support:
-        support = probe_packages(self)
-        if support.ok and (error := loading_error()) is not None:
-            return Support.no(f"TensorRT does not load: {error}", "install its libraries, which are not on PyPI")
+    def _installed(self, gpu: Gpu) -> Support:
+        """Return whether the library accepts the GPU and loads; a GPU that it rejects needs no packages."""
+        support = self._library.probe_gpu(gpu)
+        support = probe_packages(self) if support.ok else support
+        if support.ok and (error := loading_error(self._library)) is not None:
+            hint = f"install its libraries: {self._library.installation}"
+            return Support.no(f"{self._library.name} does not load: {error}", hint)
         return support
 
     def variants(self, machine: Machine) -> Sequence[Variant]:
@@ -94,33 +102,33 @@ class TensorRT:
         for name, path in source.graphs.items():
             graph, plan = directory / f"{name}.onnx", directory / f"{name}.plan"
             precision = write_typed(path, graph, variant.precision, source.fp16_overflow_tensors)
-            build(graph, source.signature, spec, plan)
-            with load_engine(plan) as engine:
-                record = EngineRecord(current_platform(), spec, precision, engine.inputs, engine.outputs)
+            build(self._library, graph, source.signature, spec, plan)
+            with load_engine(plan, self._library) as engine:
+                record = EngineRecord(current_platform(self._library), spec, precision, engine.inputs, engine.outputs)
             plan.with_suffix(".json").write_bytes(msgspec.json.encode(record))
             graphs[name] = plan.name
         return Artifact(variant, source.signature, directory, graphs)
 
     def open(self, artifact: Artifact, options: RunOptions) -> Session:
         record = read_record(artifact.path().with_suffix(".json"))
-        is_compatible = record.platform == current_platform()
-        plan = artifact.path() if is_compatible else _rebuild_engine(artifact, record)
-        return _Session(artifact, record, load_engine(plan))
+        is_compatible = record.platform == current_platform(self._library)
+        plan = artifact.path() if is_compatible else _rebuild_engine(artifact, record, self._library)
+        return _Session(artifact, record, load_engine(plan, self._library))
 
     def trials(self, machine: Machine) -> Sequence[SelfTest]:
         """Run nothing, and report that the backend is experimental."""
-        return [SelfTest(CUDA, note="experimental: never run on a real TensorRT; tried only if named (--variants)")]
+        return [SelfTest(CUDA, note=self._note)]
 
 
-def _rebuild_engine(artifact: Artifact, record: EngineRecord) -> Path:
-    """Return the engine for this GPU and TensorRT version from the cache, building it if it is missing."""
-    graph, platform = artifact.path().with_suffix(".onnx"), current_platform()
+def _rebuild_engine(artifact: Artifact, record: EngineRecord, library: Library) -> Path:
+    """Return the engine for this GPU and library version from the cache, building it if it is missing."""
+    graph, platform = artifact.path().with_suffix(".onnx"), current_platform(library)
     try:
         plan = cache_directory() / FOLDER / engine_name(graph, record.spec, platform)
         if not plan.exists():
             logger.warning("%s was built on %s: rebuilding it for %s", artifact.variant, record.platform, platform)
             with tempfile.TemporaryDirectory(prefix="hasten-") as folder:
-                build(graph, artifact.signature, record.spec, Path(folder) / plan.name)
+                build(library, graph, artifact.signature, record.spec, Path(folder) / plan.name)
                 write_atomically(plan, (Path(folder) / plan.name).read_bytes())
     except OSError as error:
         raise StageError(f"{artifact.variant} cannot be rebuilt for {platform}: {error}") from error
@@ -149,4 +157,4 @@ class _Session(PaddedSession):
         return unpad({spec.name: outputs[spec.name] for spec in signature.outputs}, batch, signature)
 
 
-BACKEND = TensorRT()
+BACKEND = TensorRT(TENSORRT, "experimental: never run on a real TensorRT; tried only if named (--variants)")

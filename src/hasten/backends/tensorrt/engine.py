@@ -6,7 +6,6 @@ import logging
 import tempfile
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from hasten.backends import to_dims
 from hasten.backends.tensorrt.engine_spec import Dims, EnginePlatform, EngineSpec, find_profile, timing_cache_name
+from hasten.backends.tensorrt.library import TENSORRT, Library
 from hasten.backends.tensorrt.memory import Buffer, Stream
 from hasten.core.errors import StageError, UnsupportedError, missing_package
 from hasten.core.system.cache import cache_directory
@@ -23,51 +23,37 @@ from hasten.core.system.hardware import this_machine
 from hasten.core.tensors import DType, Signature
 
 if TYPE_CHECKING:
-    import tensorrt
+    import tensorrt as tensorrt_types
 
 logger = logging.getLogger("hasten")
 
 FOLDER = "tensorrt"
 
 
-@cache
-def loading_error() -> str | None:
-    """Return why TensorRT or CUDA does not load, or None: the packages on PyPI do not contain the libraries."""
-    try:
-        for module in ("tensorrt", "cuda.bindings.runtime"):
-            import_module(module)
-    except Exception as error:  # importing a package may raise anything
-        return str(error)
-    return None
-
-
-def current_platform() -> EnginePlatform:
-    """Return the GPU and TensorRT version of this machine."""
-    import tensorrt
-
+def current_platform(library: Library) -> EnginePlatform:
+    """Return the GPU of this machine and the version of the library."""
     gpus = this_machine().gpus
     if not gpus:
-        raise UnsupportedError("TensorRT needs an NVIDIA GPU, and this machine has none")
-    return EnginePlatform(gpus[0].name, gpus[0].capability, tensorrt.__version__)
+        raise UnsupportedError(f"{library.name} needs an NVIDIA GPU, and this machine has none")
+    return EnginePlatform(gpus[0].name, gpus[0].capability, library.version)
 
 
-def build(graph: Path, signature: Signature, engine_spec: EngineSpec, plan: Path) -> None:
+def build(library: Library, graph: Path, signature: Signature, engine_spec: EngineSpec, plan: Path) -> None:
     """Build an engine and write it to `plan`.
 
-    This takes minutes, because TensorRT times kernels; the timing cache of the same kind of GPU is reused.
+    TensorRT takes minutes, because it times kernels; the timing cache of the same kind of GPU is reused. TensorRT for
+    RTX takes seconds and needs no GPU: it builds for all GPUs that it supports.
     """
-    import tensorrt
-
-    log = _log()
+    tensorrt, log = library.load(), _log(library)
     log.errors.clear()
-    builder = tensorrt.Builder(log)
-    # TensorRT 10 needs the flag; 11 has only strongly typed networks and ignores it.
+    builder: tensorrt_types.Builder = tensorrt.Builder(log)
+    # TensorRT 10 needs the flag; 11 and TensorRT for RTX have only strongly typed networks and ignore it.
     network = builder.create_network(1 << int(tensorrt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = tensorrt.OnnxParser(network, log)
+    parser: tensorrt_types.OnnxParser = tensorrt.OnnxParser(network, log)
     # Parsed from the file, because its weights may be in other files of the folder.
     if not parser.parse_from_file(str(graph)):
         errors = [parser.get_error(index).desc() for index in range(parser.num_errors)]
-        raise StageError(f"TensorRT cannot read {graph.name}: {'; '.join(errors) or log.message()}")
+        raise StageError(f"{library.name} cannot read {graph.name}: {'; '.join(errors) or log.message()}")
     config = builder.create_builder_config()
     # With TF32, the inputs of fp32 matmuls would be rounded to a mantissa of ten bits.
     config.clear_flag(tensorrt.BuilderFlag.TF32)
@@ -80,15 +66,19 @@ def build(graph: Path, signature: Signature, engine_spec: EngineSpec, plan: Path
             sizes = [to_dims(specs[name], shape) for shape in (profile.min, profile.opt, profile.max)]
             optimization_profile.set_shape(name, *(tensorrt.Dims(list(size)) for size in sizes))
         config.add_optimization_profile(optimization_profile)
-    timing_cache = cache_directory() / FOLDER / timing_cache_name(current_platform())
-    for content in (_read(timing_cache), b""):  # a cache of another driver is rejected
-        cache = config.create_timing_cache(content)  # None if the content is damaged
-        if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
-            break
+    timing_cache: Path | None = None
+    if library.has_timing_cache:
+        timing_cache = cache_directory() / FOLDER / timing_cache_name(current_platform(library))
+        for content in (_read(timing_cache), b""):  # a cache of another driver is rejected
+            cache = config.create_timing_cache(content)  # None if the content is damaged
+            if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
+                break
     built = builder.build_serialized_network(network, config)
     if built is None:
-        raise StageError(f"TensorRT cannot build an engine from {graph.name}: {log.message()}")
+        raise StageError(f"{library.name} cannot build an engine from {graph.name}: {log.message()}")
     plan.write_bytes(memoryview(built))
+    if timing_cache is None:
+        return
     try:
         write_atomically(timing_cache, memoryview(config.get_timing_cache().serialize()))
     except OSError as error:
@@ -108,7 +98,7 @@ def write_atomically(file: Path, content: bytes | memoryview) -> None:
             raise
 
 
-def load_engine(plan: Path | str) -> Engine:
+def load_engine(plan: Path | str, library: Library = TENSORRT) -> Engine:
     """Load an engine file on this GPU, for scripts: `infer(load_engine("model.plan"), {"input_ids": ids, …})`."""
     file = Path(plan)
     try:
@@ -116,9 +106,9 @@ def load_engine(plan: Path | str) -> Engine:
     except OSError as error:
         raise StageError(f"{file} cannot be read: {error.strerror}") from error
     try:
-        return Engine(content, file.name)
+        return Engine(content, file.name, library)
     except ImportError as error:
-        raise missing_package(error.name or "tensorrt", "running an engine", "tensorrt") from error
+        raise missing_package(error.name or library.module, "running an engine", library.backend) from error
 
 
 def infer(engine: Engine, feeds: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
@@ -129,22 +119,22 @@ def infer(engine: Engine, feeds: Mapping[str, npt.NDArray[Any]]) -> dict[str, np
 class Engine(Closing):
     """A loaded plan with its context, stream and buffers for its largest shapes. Not thread-safe."""
 
-    def __init__(self, plan: bytes, name: str) -> None:
-        import tensorrt
-
-        log = _log()
-        log.errors.clear()
-        self._runtime = tensorrt.Runtime(log)
-        engine = self._runtime.deserialize_cuda_engine(plan)
+    def __init__(self, plan: bytes, name: str, library: Library) -> None:
+        tensorrt = library.load()
+        self._library = library
+        self._log = _log(library)
+        self._log.errors.clear()
+        self._runtime: tensorrt_types.Runtime = tensorrt.Runtime(self._log)
+        engine = self._runtime.deserialize_cuda_engine(plan) if self._runtime is not None else None
         context = engine.create_execution_context() if engine is not None else None
         if engine is None or context is None:
-            raise StageError(f"TensorRT cannot load {name}: {log.message()}")
-        self._engine: tensorrt.ICudaEngine = engine
-        self._context: tensorrt.IExecutionContext | None = context
+            raise StageError(f"{library.name} cannot load {name}: {self._log.message()}")
+        self._engine: tensorrt_types.ICudaEngine = engine
+        self._context: tensorrt_types.IExecutionContext | None = context
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         is_input = {name: engine.get_tensor_mode(name) == tensorrt.TensorIOMode.INPUT for name in names}
-        self.inputs = {name: _dtype(engine, name) for name in names if is_input[name]}
-        self.outputs = {name: _dtype(engine, name) for name in names if not is_input[name]}
+        self.inputs = {name: _dtype(tensorrt, engine, name) for name in names if is_input[name]}
+        self.outputs = {name: _dtype(tensorrt, engine, name) for name in names if not is_input[name]}
         self._ranges = [
             {name: _bounds(engine, name, profile) for name in self.inputs}
             for profile in range(engine.num_optimization_profiles)
@@ -173,17 +163,16 @@ class Engine(Closing):
         profile = find_profile(self._ranges, shapes)
         if profile is None:
             raise StageError(f"no optimization profile of the engine covers inputs of {next(iter(shapes.values()))}")
-        log = _log()
-        log.errors.clear()
+        self._log.errors.clear()
         self._select_profile(profile)
         for name, array in arrays.items():
             self._buffers[name].to_gpu(array)
             if not context.set_input_shape(name, array.shape):
-                raise StageError(f"the engine rejects '{name}' of {array.shape}: {log.message()}")
+                raise StageError(f"the engine rejects '{name}' of {array.shape}: {self._log.message()}")
         for name, buffer in self._buffers.items():
             context.set_tensor_address(name, buffer.address)
         if not context.execute_async_v3(self._stream.address):
-            raise StageError(f"TensorRT failed: {log.message()}")
+            raise StageError(f"{self._library.name} failed: {self._log.message()}")
         outputs = {
             name: self._buffers[name].from_gpu(dtype.value, self._shape(name, entries))
             for name, dtype in self.outputs.items()
@@ -204,7 +193,9 @@ class Engine(Closing):
         if profile != self._profile:
             assert self._context is not None
             if not self._context.set_optimization_profile_async(profile, self._stream.address):
-                raise StageError(f"TensorRT cannot select optimization profile {profile}: {_log().message()}")
+                raise StageError(
+                    f"{self._library.name} cannot select optimization profile {profile}: {self._log.message()}"
+                )
             self._profile = profile
 
     def _shape(self, name: str, entries: int | None) -> Dims:
@@ -229,18 +220,16 @@ class Engine(Closing):
         return sizes
 
 
-def _bounds(engine: tensorrt.ICudaEngine, name: str, profile: int) -> tuple[Dims, Dims]:
+def _bounds(engine: tensorrt_types.ICudaEngine, name: str, profile: int) -> tuple[Dims, Dims]:
     smallest, _, largest = engine.get_tensor_profile_shape(name, profile)
     return _to_tuple(smallest), _to_tuple(largest)
 
 
-def _to_tuple(dims: tensorrt.Dims) -> Dims:
+def _to_tuple(dims: tensorrt_types.Dims) -> Dims:
     return tuple(dims[index] for index in range(len(dims)))
 
 
-def _dtype(engine: tensorrt.ICudaEngine, name: str) -> DType:
-    import tensorrt
-
+def _dtype(tensorrt: Any, engine: tensorrt_types.ICudaEngine, name: str) -> DType:
     dtypes = {
         tensorrt.DataType.INT32: DType.INT32,
         tensorrt.DataType.INT64: DType.INT64,
@@ -262,20 +251,21 @@ def _read(file: Path) -> bytes:
 
 
 @cache
-def _log() -> Any:
-    """Return the process's only logger: TensorRT uses the first one that it gets."""
-    import tensorrt
+def _log(library: Library) -> Any:
+    """Return the process's only logger of a library, which uses the first one that it gets."""
+    tensorrt = library.load()
+    severities = tensorrt.ILogger.Severity
 
-    class Log(tensorrt.ILogger):
+    class Log(tensorrt.ILogger):  # type: ignore[name-defined]
         def __init__(self) -> None:
             tensorrt.ILogger.__init__(self)
             self.errors: list[str] = []
 
-        def log(self, severity: tensorrt.ILogger.Severity, message: str) -> None:
-            if severity in (tensorrt.ILogger.Severity.ERROR, tensorrt.ILogger.Severity.INTERNAL_ERROR):
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (severities.ERROR, severities.INTERNAL_ERROR):
                 self.errors.append(message)
-            elif severity == tensorrt.ILogger.Severity.WARNING:
-                logger.info("TensorRT: %s", message)
+            elif severity == severities.WARNING:
+                logger.info("%s: %s", library.name, message)
 
         def message(self) -> str:
             return "; ".join(self.errors) or "no reason was logged"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hasten.backends.tensorrt.rewrites import replace_eye_like
 from hasten.core.errors import StageError
 from hasten.core.variant import Precision
 
@@ -84,6 +85,7 @@ def write_typed(
         )
     _normalize_initializers(model)
     _add_shapes(model)
+    replace_eye_like(model.graph)
     if precision in HALF_PRECISIONS:
         _Retyping(model, precision, overflow_tensors).apply()
     elif precision is not Precision.FP32 and _opset(model) >= _HALF_SCALES_OPSET:

@@ -175,15 +175,15 @@ def _check_quantizers(variant: Variant, plan: Plan, model: ResolvedModel) -> Non
         )
     if needs_qdq_module(variant) and variant.precision is not model.qdq_precision:
         raise PlanError(f"{variant} cannot be made: the quantizers of {model.id} round to {model.qdq_precision}")
-    if model.baseline == GRAPH and variant == TENSORRT_QDQ:
+    if model.baseline == GRAPH and variant in TENSORRT_QDQ.values():
         raise UnsupportedError(
-            f"{TENSORRT_QDQ} is made by quantizers in a PyTorch module, and {model.id} comes as an ONNX graph",
+            f"{variant} is made by quantizers in a PyTorch module, and {model.id} comes as an ONNX graph",
             hint=("leave --file-name out, or " if plan.file_name else "") + "give the model the graph was made from",
         )
     if model.baseline == MODULE and is_quantized_graph(variant):
         raise UnsupportedError(
             f"{variant} is made from an ONNX graph that comes quantized, and {model.id} comes as weights",
-            hint=f"--variants {TENSORRT_QDQ} quantizes the weights",
+            hint=f"--variants {TENSORRT_QDQ[variant.backend]} quantizes the weights",
         )
 
 

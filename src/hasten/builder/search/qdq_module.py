@@ -14,6 +14,7 @@ from hasten.builder.sources.export_wrapper import Exportable
 from hasten.builder.sources.pytorch_model import LoadedModel
 from hasten.builder.sources.quiet import first_line, quiet_libraries
 from hasten.core.errors import StageError, UnsupportedError
+from hasten.core.variant import Precision
 from hasten.onnx_graph import is_large, read_graph, write_graph
 from hasten.quantize.analysis.calibration import Calibration
 from hasten.quantize.qdq.calibrate import calibration
@@ -33,11 +34,11 @@ def in_float(loaded: LoadedModel, model: Any) -> Exportable:
         return loaded.module.with_model(model)
 
 
-def calibrate_module(loaded: LoadedModel, rows: Calibration) -> Exportable:
+def calibrate_module(loaded: LoadedModel, rows: Calibration, precision: Precision = Precision.INT8) -> Exportable:
     """Return a copy of the model with quantizers in it, calibrated on the rows."""
     float_model = loaded.module.model
     try:
-        with quiet_libraries(), patched():
+        with quiet_libraries(), patched(precision):
             model = type(float_model).from_pretrained(
                 None,
                 config=copy.deepcopy(float_model.config),

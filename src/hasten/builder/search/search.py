@@ -29,8 +29,8 @@ SEARCH_ORDER = {
 # … then those that rarely do. int8+entropy and int4+blocks of encoders can be named but are not tried: all four studies
 # of docs/reference/precision.md rejected them.
 _LOW_YIELD = {"onnxruntime": ("onnxruntime-int8+blocks", "onnxruntime-int8+minmax", "onnxruntime-int8+percentile")}
-# Backends whose variants are tried only if they are named: TensorRT was never run on a real GPU here.
-EXPERIMENTAL_BACKENDS = ("tensorrt",)
+# Backends whose variants are tried only if they are named: no engine of theirs was ever run on a GPU.
+EXPERIMENTAL_BACKENDS = ("tensorrt", "tensorrt-rtx")
 # Variants that are refined if they fail the gate: their most sensitive matmuls stay in float.
 _REFINED = ("onnxruntime-int8+attention+smooth+split", "fused-fp8+tanhgelu@cuda", "fused-fp8@cuda", "fused-int8@cuda")
 # Packages that a quantization method needs in addition to its backend's; each is an extra of the same name.

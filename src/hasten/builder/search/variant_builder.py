@@ -40,6 +40,7 @@ from hasten.quantize.modifiers import (
     backend_quantizes_module,
     is_qdq,
     is_quantized,
+    is_quantized_engine,
     kept_matmuls,
     without_kept,
 )
@@ -178,9 +179,7 @@ class VariantBuilder:
             shapes=self.plan.shapes,
             workspace_bytes=workspace * 2**20 if workspace is not None else None,
         )
-        # TensorRT runs everything but its 8-bit matmuls in fp16.
-        uses_fp16 = variant.backend == "tensorrt" and variant.precision in (Precision.INT8, Precision.FP8)
-        if variant.precision is not Precision.FP16 and not uses_fp16:
+        if variant.precision is not Precision.FP16 and not is_quantized_engine(variant):
             return source
         guarded = self._guarded(variant, source)
         # OpenVINO and TensorRT convert to fp16 themselves.

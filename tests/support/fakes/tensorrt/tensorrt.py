@@ -1,7 +1,8 @@
 """Fake the part of TensorRT's Python API that hasten calls, with the signatures of 11.4, by running ONNX Runtime.
 
-TensorRT cannot be installed everywhere tests run. The fake verifies our side of the calls (profiles, buffers, split
-batches, rebuilt engines), and nothing of TensorRT itself. An "engine" is the graph and its profiles.
+No engine can be run where tests run. The fake verifies our side of the calls (profiles, buffers, split batches, rebuilt
+engines), and nothing of TensorRT itself. An "engine" is the graph and its profiles. Names and parameters are compared
+with those of NVIDIA's module for RTX, whose parser and builder are tested for real (test_tensorrt_rtx.py).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def session(graph: bytes) -> Any:
     return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
-class Network:
+class INetworkDefinition:
     def __init__(self) -> None:
         self.graph, self.inputs = b"", []
 
@@ -64,7 +65,7 @@ class Network:
 class OnnxParser:
     num_errors = 0
 
-    def __init__(self, network: Network, logger: ILogger) -> None:
+    def __init__(self, network: INetworkDefinition, logger: ILogger) -> None:
         self.network, self.logger = network, logger
 
     def parse_from_file(self, model: str) -> bool:
@@ -77,7 +78,7 @@ class OnnxParser:
         return True
 
 
-class Profile:
+class IOptimizationProfile:
     def __init__(self) -> None:
         self.shapes: dict[str, list[Dims]] = {}
 
@@ -85,7 +86,7 @@ class Profile:
         self.shapes[input] = [min, opt, max]
 
 
-class TimingCache:
+class ITimingCache:
     def __init__(self, content: bytes) -> None:
         self.content = content
 
@@ -93,10 +94,10 @@ class TimingCache:
         return b"timings"
 
 
-class Config:
+class IBuilderConfig:
     def __init__(self) -> None:
         self.profiles: list[Any] = []
-        self.cache: TimingCache | None = None
+        self.cache: ITimingCache | None = None
 
     def clear_flag(self, flag: Any) -> None:
         assert flag is BuilderFlag.TF32
@@ -105,18 +106,18 @@ class Config:
         assert pool is MemoryPoolType.WORKSPACE
         assert pool_size > 0
 
-    def add_optimization_profile(self, profile: Profile) -> int:
+    def add_optimization_profile(self, profile: IOptimizationProfile) -> int:
         self.profiles.append(profile.shapes)
         return len(self.profiles) - 1
 
-    def create_timing_cache(self, serialized_timing_cache: bytes) -> TimingCache:
-        return TimingCache(serialized_timing_cache)
+    def create_timing_cache(self, serialized_timing_cache: bytes) -> ITimingCache:
+        return ITimingCache(serialized_timing_cache)
 
-    def set_timing_cache(self, cache: TimingCache, ignore_mismatch: bool) -> bool:
+    def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
         self.cache = cache
         return ignore_mismatch or cache.content in (b"", b"timings")
 
-    def get_timing_cache(self) -> TimingCache | None:
+    def get_timing_cache(self) -> ITimingCache | None:
         return self.cache
 
 
@@ -124,17 +125,17 @@ class Builder:
     def __init__(self, logger: ILogger) -> None:
         pass
 
-    def create_network(self, flags: int = 0) -> Network:
+    def create_network(self, flags: int = 0) -> INetworkDefinition:
         assert flags == 1 << NetworkDefinitionCreationFlag.STRONGLY_TYPED
-        return Network()
+        return INetworkDefinition()
 
-    def create_builder_config(self) -> Config:
-        return Config()
+    def create_builder_config(self) -> IBuilderConfig:
+        return IBuilderConfig()
 
-    def create_optimization_profile(self) -> Profile:
-        return Profile()
+    def create_optimization_profile(self) -> IOptimizationProfile:
+        return IOptimizationProfile()
 
-    def build_serialized_network(self, network: Network, config: Config) -> bytes:
+    def build_serialized_network(self, network: INetworkDefinition, config: IBuilderConfig) -> bytes:
         graph = base64.b85encode(network.graph).decode()
         return json.dumps({"version": __version__, "graph": graph, "profiles": config.profiles}).encode()
 
