@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
 from latency import WORDS
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from hasten.bundle import Bundle
 from hasten.bundle.read import TOKENIZER
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-# The sizes of BERT's vocabulary: whole words and pieces inside words.
-_WORDS, _PIECES = 24_000, 6_000
+# Together with syllables, about as many pieces as BERT has.
+_WORDS = 28_000
 _CONSONANTS = ["b", "c", "d", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "st", "tr", "pl", "gr"]
 _VOWELS = ["a", "e", "i", "o", "u", "ai", "ea", "ou"]
 _CODAS = ("", "n", "r", "s", "l", "t")
@@ -26,20 +27,16 @@ _CANDIDATES = 20_000
 
 def word_piece_tokenizer() -> Any:
     """Return a BERT tokenizer with a generated vocabulary: the words of the requests, syllables, and pairs of them."""
-    import tokenizers
-
     syllables = ["".join(parts) for parts in product(_CONSONANTS, _VOWELS, _CODAS)]
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)] + list("0123456789")
     random = np.random.default_rng(0)
     words = ("".join(pair) for pair in random.choice(syllables, (_WORDS, 2)).tolist())
-    endings = [_MARK + ending for ending in (*letters, *syllables[:_PIECES])]
+    endings = [_MARK + ending for ending in (*letters, *syllables)]
     pieces = dict.fromkeys([*SPECIAL, *letters, *WORDS.split(), *syllables, *words, *endings])
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.WordPiece({piece: index for index, piece in enumerate(pieces)}, unk_token=SPECIAL[1])
-    )
-    backend.normalizer = tokenizers.normalizers.BertNormalizer()
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    backend.post_processor = tokenizers.processors.TemplateProcessing(
+    backend = Tokenizer(models.WordPiece({piece: index for index, piece in enumerate(pieces)}, unk_token=SPECIAL[1]))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     return backend
@@ -49,13 +46,15 @@ class UnseenTexts:
     """Texts of new words, each a word of the vocabulary with an ending from it, as rare words are in real text."""
 
     def __init__(self, bundle: Bundle) -> None:
-        tokenizer = json.loads((bundle.path / TOKENIZER).read_text(encoding="utf-8"))
-        vocabulary = [piece for piece in tokenizer["model"]["vocab"] if piece.removeprefix(_MARK).isascii()]
-        alphabetic = [piece for piece in vocabulary if piece.removeprefix(_MARK).isalpha()]
-        self.pieces = len(tokenizer["model"]["vocab"])
+        self._tokenizer = Tokenizer.from_file(str(bundle.path / TOKENIZER))
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        self.pieces = len(vocabulary)
+        # Sorted, since the order of the vocabulary differs between processes.
+        alphabetic = sorted(piece for piece in vocabulary if re.fullmatch(rf"({_MARK})?[a-z]+", piece))
         self._stems = [piece for piece in alphabetic if not piece.startswith(_MARK) and len(piece) > 1]
         self._endings = [piece.removeprefix(_MARK) for piece in alphabetic if piece.startswith(_MARK)]
-        self._tokenizer = bundle.tokenizer()
         self._random = np.random.default_rng(0)
         self._seen: set[str] = set()
         self._words = self._new_words()
@@ -74,7 +73,7 @@ class UnseenTexts:
         return " ".join(words)
 
     def _new_words(self) -> Iterator[tuple[str, int]]:
-        """Yield new words with their numbers of pieces."""
+        """Yield new words with their numbers of pieces, which are two or more."""
         while True:
             pairs = zip(
                 self._random.choice(self._stems, _CANDIDATES).tolist(),
@@ -83,5 +82,6 @@ class UnseenTexts:
             )
             words = [word for word in dict.fromkeys(map("".join, pairs)) if word not in self._seen]
             self._seen.update(words)
-            pieces = self._tokenizer.encode(words).batch.lengths - 2
-            yield from zip(words, pieces.tolist(), strict=True)
+            encodings = self._tokenizer.encode_batch(words, add_special_tokens=False)
+            counts = ((word, len(encoding.ids)) for word, encoding in zip(words, encodings, strict=True))
+            yield from ((word, count) for word, count in counts if count > 1)
