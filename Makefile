@@ -26,13 +26,14 @@ e2e: $(VENV)/.dev ## run the slow tests: real weights, real processes, torch.com
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels tests/e2e tests/contract tests/unit --slow \
 		-m "not alone and (slow or e2e)" -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
-check: $(VENV)/.dev ## style, wording, types, layers, generated docs, links
+check: $(VENV)/.dev ## style, wording, types, layers, generated docs, age of GPU results, links
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python scripts/check_language.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python docs/generate.py --check
+	$(BIN)/python scripts/check_gpu_results.py
 	$(MKDOCS) --quiet
 
 fix: $(VENV)/.dev ## format the code and apply ruff's fixes

@@ -22,7 +22,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from gpu import RESULTS, STUDIES
+from encoders import STUDIES
+
 from hasten.core.errors import StageError
 from hasten.kernels.gemm.cublaslt import CublasLtGemms, GemmShape, random_operands
 from hasten.kernels.gemm.dispatch import CUBLASLT, TORCH, GemmDispatch
@@ -31,6 +32,7 @@ from hasten.kernels.ops.gemm import reference
 from hasten.kernels.tuning import measure_seconds
 from provenance import provenance
 
+RESULTS = Path(__file__).parents[1] / "results" / "gemm_8bit.json"
 FP8, INT8 = "float8_e4m3fn", "int8"
 # Relative to the norm of the output: fp16 rounding. Where the output is quantized again, values between two 8-bit
 # numbers may round either way.
@@ -41,7 +43,7 @@ def main() -> None:
     """Run the study and write its result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=["RoBERTa-base", "RoBERTa-large"], choices=list(STUDIES))
-    parser.add_argument("-o", "--output", type=Path, default=RESULTS.with_name("gemm_8bit.json"))
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     parser.add_argument("--dry-run", action="store_true", help="run the Triton kernel at small shapes on the CPU")
     args = parser.parse_args()
     if args.dry_run:

@@ -7,16 +7,16 @@ import re
 from generator.chart import Bar, Panel
 from generator.results import ROOT, cpu_name, day, duration, gpu_name, load, table
 from generator.serving_studies import FASTAPI_FP32, FASTAPI_SAME_GRAPH, HASTEN, HASTEN_FP32, over_rounds
-from generator.studies import CPU_PEERS, measured_with_row, paired_p50_ms
+from generator.studies import CPU_PEERS, GPU_COLUMNS, fastest, paired_p50_ms
 
 README = ROOT / "README.md"
 _CPU_SHAPE, _GPU_MODEL, _GPU_SHAPE = "8×128", "RoBERTa-base", "16×384"
 _GPU_BARS = {
-    "torch-fp16@cuda": "PyTorch",
-    "inductor-fp16@cuda": "torch.compile",
-    "onnxruntime-fp16@cuda": "ORT, CUDA graphs",
-    "fused-fp16@cuda": "hasten fp16",
-    "fused-fp8@cuda": "hasten fp8",
+    "PyTorch": GPU_COLUMNS["PyTorch"],
+    "torch.compile": GPU_COLUMNS["torch.compile"] + GPU_COLUMNS["torch.compile, static shapes"],
+    "ORT, CUDA graphs": GPU_COLUMNS["ONNX Runtime, CUDA graphs"],
+    "hasten fp16": GPU_COLUMNS["hasten"],
+    "hasten fp8": GPU_COLUMNS["hasten fp8"],
 }
 _HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 # The README shows fewer rejected variants than the command prints.
@@ -44,11 +44,11 @@ def panels() -> list[Panel]:
     p50_ms = paired_p50_ms(speed)
     cpu_bars = [Bar(label, p50_ms[name], name == speed["chosen"]) for name, label in labels.items()]
     row = next(row for row in gpu["rows"] if (row["model"], row["shape"]) == (_GPU_MODEL, _GPU_SHAPE))
-    is_of_this_run = measured_with_row(row)
+    times = {name: percentiles["p50"] for name, percentiles in row["call_ms"].items()}
     gpu_bars = [
-        Bar(label, row["call_ms"][name]["p50"], name.startswith("fused"))
-        for name, label in _GPU_BARS.items()
-        if name in row["call_ms"] and is_of_this_run(name)
+        Bar(label, ms, label.startswith("hasten"))
+        for label, variants in _GPU_BARS.items()
+        if (ms := fastest(times, variants)) is not None
     ]
     return [
         Panel(

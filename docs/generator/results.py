@@ -45,8 +45,9 @@ def machine_line(results: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["libraries"].items() if name != "hasten")
     cpu = f"{_short(machine['cpu'])} ({', '.join(features)}), {machine['cores']} cores"
     # The runtime for GPUs is installed over the package whose version is listed.
-    for_gpu = re.search(r"onnxruntime-gpu [\d.]+\d", " ".join(results.get("notes", [])))
-    return f"{gpus}{cpu}; {toolkit}{versions}{f', {for_gpu[0]}' if for_gpu else ''}; {day(results)}"
+    noted = re.search(r"onnxruntime-gpu ([\d.]+\d)", " ".join(results.get("notes", [])))
+    for_gpu = results.get("onnxruntime") or (noted and noted[1])
+    return f"{gpus}{cpu}; {toolkit}{versions}{f', onnxruntime-gpu {for_gpu}' if for_gpu else ''}; {day(results)}"
 
 
 def day(results: dict[str, Any]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from generator.precision import FILES, MODELS, accuracy_cells
-from generator.results import cpu_name, day, duration, gpu_name, interval, link, load, machine_line, table
+from generator.results import cpu_name, duration, gpu_name, interval, link, load, machine_line, table
+from gpu_sources import changed
 
 CPU_PEERS = {
     "torch-fp32": "PyTorch",
@@ -15,16 +16,17 @@ CPU_PEERS = {
     "plain_openvino-fp32": "OpenVINO",
 }
 BASELINE = "torch-fp32"
-GPU_CONTENDERS = {
-    "torch-fp16@cuda": "PyTorch",
-    "inductor-fp16@cuda": "torch.compile",
-    "onnxruntime-fp16@cuda": "ONNX Runtime, CUDA graphs",
-    "tensorrt-fp16@cuda": "TensorRT",
-    "fused-fp16@cuda": "hasten",
-    "fused-fp16+tanhgelu@cuda": "hasten, tanh GELU",
-    "fused-fp8@cuda": "hasten fp8",
-    "fused-fp8+tanhgelu@cuda": "hasten fp8, tanh GELU",
-    "fused-fp8+tanhgelu+fastaccum@cuda": "hasten fp8, tanh GELU, fast accumulation",
+# The columns of the GPU table: the fastest of each one's variants.
+GPU_COLUMNS = {
+    "PyTorch": ("torch-fp16@cuda", "torch-bf16@cuda"),
+    "torch.compile": ("inductor-fp16@cuda",),
+    "torch.compile, static shapes": ("inductor_static-fp16@cuda",),
+    "ONNX Runtime, CUDA graphs": ("onnxruntime-fp16@cuda",),
+    "hasten": ("fused-fp16@cuda",),
+    "hasten, tanh GELU": ("fused-fp16+tanhgelu@cuda",),
+    "hasten fp8": ("fused-fp8@cuda",),
+    "hasten fp8, tanh GELU": ("fused-fp8+tanhgelu@cuda",),
+    "hasten fp8, tanh GELU, fast accumulation": ("fused-fp8+tanhgelu+fastaccum@cuda",),
 }
 
 
@@ -50,12 +52,6 @@ class Study:
             f"Command: `{self.command}`. "
             f"Result file{'s' if len(self.files) > 1 else ''}: {', '.join(map(link, self.files))}.",
         ]
-
-
-def measured_with_row(row: dict[str, Any]) -> Callable[[str], bool]:
-    """Return whether a contender was measured on the day of its row: a row does not mix days."""
-    earlier: dict[str, str] = row.get("earlier", {})
-    return lambda name: name not in earlier or earlier[name][:10] == day(row)
 
 
 def paired_p50_ms(speed: dict[str, Any]) -> dict[str, float]:
@@ -179,29 +175,28 @@ def generation() -> Study:
 def gpu() -> Study:
     """Return the study of encoder latency on a GPU."""
     results, served = load("gpu"), load("serving_gpu")
-    latency = {f"{row['model']} {row['shape']}": (row, _p50(row["call_ms"])) for row in results["rows"]}
-    device = {f"{row['model']} {row['shape']}": (row, _p50(row["device_ms"])) for row in results["rows"]}
+    latency = {f"{row['model']} {row['shape']}": _p50(row["call_ms"]) for row in results["rows"]}
+    device = {f"{row['model']} {row['shape']}": _p50(row["device_ms"]) for row in results["rows"]}
     stream = results["stream"]
     texts = {
-        "boost clocks": (stream, stream["ms"]),
-        "sustained": (stream, {name: run["ms"] for name, run in stream["sustained"].items()}),
+        "boost clocks": _p50(stream["ms"]),
+        "sustained": {name: run["ms"] for name, run in stream["sustained"].items()},
     }
     lone = [
-        [
-            row["contender"].replace("a new word", "unseen word"),
-            f"{row['tokens']}",
-            duration(row["p50_ms"]),
-            duration(row["p99_ms"]),
-        ]
+        [row["contender"], f"{row['tokens']}", duration(row["p50_ms"]), duration(row["p99_ms"])]
         for row in served["alone"]
     ]
-    mixed = served["mixed"]
+    mixed = [
+        [run["texts"], f"{run['per_second']:,.0f}", duration(run["p50_ms"]), duration(run["p99_ms"])]
+        for run in served["mixed"]
+    ]
     return Study(
         title="GPU",
         question=f"How fast are encoders on one {gpu_name(results)}?",
         answer=[
             *_gpu_table("End-to-end latency", latency),
             "",
+            *_gpu_remarks(results),
             f"Throughput: {stream['model']} on {stream['texts']:,} texts of mixed length "
             f"({stream['tokens']:,} tokens), total time:",
             "",
@@ -211,19 +206,21 @@ def gpu() -> Study:
             "",
             *_gpu_table("Device time", device),
             "",
-            f"Served over HTTP: one client, a fine-tuned MiniLM-L6 classifier as `{served['variant']}`, text in, "
-            "label out:",
+            f"Served over HTTP: one client, a classifier of MiniLM-L6's size as `{served['variant']}`, text in, label "
+            "out:",
             "",
             *table(["interface", "tokens", "p50", "p99"], lone),
             "",
-            f"{mixed['clients']} clients with texts of mixed length: {mixed['per_second']:,.0f} requests/s, p50 "
-            f"{duration(mixed['p50_ms'])}, p99 {duration(mixed['p99_ms'])}.",
+            f"{served['mixed'][0]['clients']} clients with texts of mixed length:",
+            "",
+            *table(["texts", "requests/s", "p50", "p99"], mixed),
         ],
         method=(
             "fp16 unless the column says otherwise, with random weights: the table is about speed only. Whether fp8 "
             "is accurate enough for a trained model is decided by the accuracy gate in every build.",
             "End-to-end latency is the median wall time from token ids in host memory to scores in host memory, over "
-            "alternating rounds. All contenders get the same weights and batches.",
+            "alternating rounds. All contenders get the same weights and batches. The table is of one run, on one day "
+            "and commit; the result file also has the lowest and highest median of a round.",
             "Before it is timed, each contender is compared with PyTorch fp32. It is left out if its logits differ by "
             "more than 0.01 (bf16: 0.05, int8: 0.1, fp8: 0.25).",
             "A GPU that draws its maximum power lowers its clocks after a few tenths of a second. Every round "
@@ -231,10 +228,16 @@ def gpu() -> Study:
             "clocks*). *Sustained* runs follow each other without pauses.",
             "The mixed-length texts are SST-2 sentences and IMDB reviews, half each, truncated to 512 tokens. "
             "Contenders that pad get them sorted by length, in batches of 32.",
-            "PyTorch and torch.compile wait for the host to launch kernels, so their times vary with the host.",
-            "Over HTTP the client repeats one text; *unseen word* changes one word in every request.",
+            "PyTorch is the faster of fp16 and bf16. It waits for the host to launch kernels, so its times vary with "
+            "the host. torch.compile runs in mode `reduce-overhead`, which captures CUDA graphs: with dynamic shapes, "
+            "and with a compilation per shape (`dynamic=False`), which does not suit texts of mixed length. Mode "
+            "`max-autotune`, which takes minutes per model, is not compared.",
+            "TensorRT is not compared: its builder cannot be installed from PyPI, and TensorRT for RTX, which can, "
+            "does not support this GPU.",
+            "Over HTTP the client repeats one text, whose words the tokenizer's cache knows; *unseen word* changes one "
+            "word in every request; *unseen text* has no word that was sent before, each of two pieces or more.",
             "hasten's last-layer pruning is off. ONNX Runtime replays one CUDA graph per shape.",
-            "– means that the contender was not measured in the run of its row.",
+            "– means that the contender does not run the workload, or that its answers differed too much.",
         ),
         machines=(machine_line(results), f"{machine_line(served)} (served over HTTP)"),
         command="python benchmarks/gpu.py; python benchmarks/serving/gpu.py",
@@ -242,19 +245,35 @@ def gpu() -> Study:
     )
 
 
+def fastest(times: Mapping[str, float], variants: tuple[str, ...]) -> float | None:
+    """Return the lowest time of these variants; None if none was measured."""
+    return min((times[name] for name in variants if name in times), default=None)
+
+
 def _p50(times: dict[str, dict[str, float]]) -> dict[str, float]:
     return {name: percentiles["p50"] for name, percentiles in times.items()}
 
 
-def _gpu_table(title: str, rows: dict[str, tuple[dict[str, Any], dict[str, float]]]) -> list[str]:
+def _gpu_table(title: str, rows: dict[str, dict[str, float]]) -> list[str]:
     """Return a table of times by contender, without contenders that have none."""
-    cells = {
-        label: {name: duration(ms) for name, ms in times.items() if measured_with_row(row)(name)}
-        for label, (row, times) in rows.items()
+    columns = {
+        label: variants
+        for label, variants in GPU_COLUMNS.items()
+        if any(fastest(times, variants) is not None for times in rows.values())
     }
-    names = [name for name in GPU_CONTENDERS if any(name in times for times in cells.values())]
-    body = [[label, *(times.get(name, "–") for name in names)] for label, times in cells.items()]
-    return table([title, *(GPU_CONTENDERS[name] for name in names)], body)
+    cells = {label: [fastest(times, variants) for variants in columns.values()] for label, times in rows.items()}
+    body = [[label, *("–" if ms is None else duration(ms) for ms in times)] for label, times in cells.items()]
+    return table([title, *columns], body)
+
+
+def _gpu_remarks(results: dict[str, Any]) -> list[str]:
+    """Return what a reader of the GPU table must know about its run."""
+    remarks = []
+    if results["unmeasured"]:
+        remarks += [f"This run has not measured {', '.join(results['unmeasured'])}.", ""]
+    if "sources" in results and (files := changed(results["sources"])):
+        remarks += [f"Since this run, {len(files)} files of kernels and GPU backends have changed.", ""]
+    return remarks
 
 
 def accuracy() -> Study:
