@@ -130,7 +130,8 @@ class TextSource:
     """Makes texts of an exact number of tokens from the words of hasten's sample."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self.words = list(dict.fromkeys(" ".join(sample_texts()).split()))
+        words = dict.fromkeys(" ".join(sample_texts()).split())
+        self.words = [word for word in words if word.isascii() and word.isalpha()]
         self._tokenizer, self._random, self._number = tokenizer, random.Random(0), count()
 
     def texts(self, kind: str, tokens: int, n: int) -> list[str]:
