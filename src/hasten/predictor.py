@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from hasten.backends import BACKENDS, Artifact, RunOptions, Session
@@ -14,7 +15,7 @@ from hasten.core.errors import HastenError, UnsupportedError, translate_mismatch
 from hasten.core.system.closing import Closing
 from hasten.core.system.cpu_targets import incompatibility
 from hasten.core.system.hardware import this_machine
-from hasten.core.tensors import IntArray, Outputs, gather
+from hasten.core.tensors import Batch, IntArray, Outputs, check_counts, gather
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.core.variant import Support
 from hasten.tasks import TASKS, Encoded, TaskSpec
@@ -39,7 +40,7 @@ class Predictor(Closing):
         """
         if payload is None and any(name in arguments for name in self.task.fields):
             payload = {name: arguments.pop(name) for name in self.task.fields if name in arguments}
-        options = self.task.options(self.spec, arguments)
+        options = self.task.options(self.spec, arguments) if arguments else self.default_options
         encoded = self.task.encode(self.task.parse(payload), self.tokenizer, options)
         if encoded.truncated:
             logger.warning("%s", describe_truncation(encoded, self.tokenizer.spec.max_length))
@@ -47,26 +48,36 @@ class Predictor(Closing):
             answers = self.task.decode(self.outputs(encoded), encoded, options)
         return self.task.present(payload, answers, options)
 
+    @cached_property
+    def default_options(self) -> Any:
+        """Return the task's default options."""
+        return self.task.options(self.spec, {})
+
     def encode(self, payload: object) -> Encoded:
         """Encode a payload with the default options of the task, for verification."""
-        return self.task.encode(self.task.parse(payload), self.tokenizer, self.task.options(self.spec, {}))
+        return self.task.encode(self.task.parse(payload), self.tokenizer, self.default_options)
 
     def outputs(
         self, encoded: Encoded, *, groups: list[IntArray] | None = None, on_batch: Callable[[int], None] | None = None
     ) -> Outputs:
         """Return raw outputs in the order of the rows; without `groups`, rows of similar length run together."""
-        batch = encoded.batch
-        parts = []
-        for rows in groups if groups is not None else batch_by_length(batch.lengths):
-            with self._lock:
-                outputs = self.session.run(batch if len(rows) == len(batch) == 1 else batch.take(rows))
-            parts.append((rows, outputs))
-            if on_batch is not None:
-                on_batch(len(rows))
-        return gather(parts, batch, self.session.spec.signature)
+        batch, signature = encoded.batch, self.session.spec.signature
+        groups = batch_by_length(batch.lengths) if groups is None else groups
+        if len(groups) == 1:  # one batch runs in the order of its rows, so there is nothing to gather
+            outputs = self._run(batch, on_batch)
+            check_counts(outputs, batch, signature)
+            return outputs
+        return gather([(rows, self._run(batch.take(rows), on_batch)) for rows in groups], batch, signature)
 
     def close(self) -> None:
         self.session.close()
+
+    def _run(self, batch: Batch, on_batch: Callable[[int], None] | None) -> Outputs:
+        with self._lock:
+            outputs = self.session.run(batch)
+        if on_batch is not None:
+            on_batch(len(batch))
+        return outputs
 
 
 def describe_truncation(encoded: Encoded, max_length: int) -> str:

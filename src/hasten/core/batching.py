@@ -24,6 +24,8 @@ def batch_by_length(lengths: IntArray, *, budget: int = TOKEN_BUDGET, max_rows: 
 
     A row longer than the budget runs alone. The longest rows come first, so that memory peaks at once, not at the end.
     """
+    if len(lengths) == 1:
+        return [np.zeros(1, np.intp)]
     order = np.argsort(-lengths, kind="stable")
     descending = -lengths[order]
     groups: list[IntArray] = []

@@ -137,6 +137,12 @@ class Batch:
         """Return the number of tokens of all rows."""
         return int(self.lengths.sum())
 
+    @property
+    def longest(self) -> int:
+        """Return the length of the longest row."""
+        # For the few rows of a batch this is faster than NumPy's max.
+        return max(self.lengths.tolist(), default=0)
+
     @classmethod
     def from_rows(cls, rows: Mapping[str, Sequence[Sequence[int]]]) -> Batch:
         """Return a batch of lists of integers, one list per row, for each input."""
@@ -187,10 +193,10 @@ def pad(batch: Batch, signature: Signature, bucket: Shape | None = None) -> dict
     Rows of the bucket beyond those of the batch consist of a single padding token.
     """
     rows, lengths = len(batch), batch.lengths
-    shape = bucket or Shape(rows, int(lengths.max(initial=0)))
+    shape = bucket or Shape(rows, batch.longest)
     if rows < shape.batch:
         lengths = np.concatenate([lengths, np.ones(shape.batch - rows, lengths.dtype)])
-    is_full = rows == shape.batch and bool((lengths == shape.sequence).all())
+    is_full = rows == shape.batch and set(lengths.tolist()) <= {shape.sequence}
     mask = None if is_full else real_positions(lengths, shape.sequence, signature.pads_left)
     feeds: dict[str, IntArray] = {}
     for spec in signature.inputs:
@@ -209,7 +215,6 @@ def unpad(
     outputs: Mapping[str, FloatArray], batch: Batch, signature: Signature, bucket: Shape | None = None
 ) -> dict[str, FloatArray]:
     """Return the outputs that belong to the rows of the batch, without padding."""
-    width = bucket.sequence if bucket else int(batch.lengths.max(initial=0))
     unpadded = dict(outputs)
     for spec in signature.outputs:
         # Outputs per mask token need no selection: the padding contains no mask tokens.
@@ -218,6 +223,7 @@ def unpad(
             if bucket is not None:
                 unpadded[spec.name] = unpadded[spec.name][: len(batch)]
             if spec.is_per_token:
+                width = bucket.sequence if bucket else batch.longest
                 real = real_positions(batch.lengths, width, signature.pads_left)
                 unpadded[spec.name] = unpadded[spec.name][real]
     return unpadded
@@ -249,6 +255,14 @@ def gather(parts: Iterable[tuple[IntArray, Outputs]], batch: Batch, signature: S
             merged[ranges_to_indices(starts[rows], counts[rows])] = outputs[spec.name]
         result[spec.name] = merged
     return result
+
+
+def check_counts(outputs: Outputs, batch: Batch, signature: Signature) -> None:
+    """Raise ValueError if an output has more or fewer entries than belong to the batch."""
+    for spec in signature.outputs:
+        count, expected = len(outputs[spec.name]), signature.count(spec, batch)
+        if count != expected:
+            raise ValueError(f"the output '{spec.name}' has {count} entries instead of {expected}")
 
 
 def divide(outputs: Outputs, batches: Sequence[Batch], signature: Signature) -> list[Outputs]:

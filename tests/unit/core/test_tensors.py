@@ -15,6 +15,7 @@ from hasten.core.tensors import (
     Shape,
     Signature,
     TensorSpec,
+    check_counts,
     divide,
     gather,
     pad,
@@ -212,6 +213,17 @@ def test_tiled_rows_of_a_text_have_a_mask() -> None:
         [2],
     ]
     assert 99 not in batch.values["token_type_ids"]
+
+
+@pytest.mark.parametrize("extra", [-1, 1])
+@pytest.mark.parametrize(("output", "entries"), [("logits", 2), ("hidden", 3)])
+def test_wrong_number_of_output_entries_is_an_error(output: str, entries: int, extra: int) -> None:
+    batch = batch_of([[5, 6], [7]])
+    outputs = {"logits": np.zeros((2, 4)), "hidden": np.zeros((3, 4))}
+    check_counts(outputs, batch, signature())
+    outputs[output] = np.zeros((entries + extra, 4))
+    with pytest.raises(ValueError, match=f"'{output}' has {entries + extra} entries instead of {entries}"):
+        check_counts(outputs, batch, signature())
 
 
 def test_divide_splits_outputs_by_batch() -> None:
