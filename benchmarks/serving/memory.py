@@ -60,9 +60,7 @@ def main() -> None:
         args.output.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
 
 
-def measure(
-    bundle: Path, variant: str, options: Sequence[str], longest: int, step: int, seed: int
-) -> dict[str, Any]:
+def measure(bundle: Path, variant: str, options: Sequence[str], longest: int, step: int, seed: int) -> dict[str, Any]:
     """Send all lengths to a new server and return its memory, its throughput and the failed requests."""
     with RunningServer(embedding_server(bundle, variant, options)) as server:
         start = server.memory_bytes()

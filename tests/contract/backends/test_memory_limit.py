@@ -21,8 +21,9 @@ from hasten.predictor import open_session
 pytestmark = pytest.mark.skipif(resident_memory_bytes() is None, reason="only Linux reports resident memory")
 
 MAX_LENGTH = 1024
-# A row of the maximum length takes three matrices of 4 MB, 32 of them 400 MB.
-ROOM_BYTES = 100 * 2**20
+ROWS = 32
+# A row of the maximum length takes at least one matrix of 4 MB, 32 rows 128 MB.
+ROOM_BYTES = 60 * 2**20
 
 
 @pytest.fixture(scope="module", params=["onnxruntime-fp32", "openvino-fp32"])
@@ -39,7 +40,9 @@ def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         helper.make_node("Unsqueeze", ["values", "last"], ["column"]),
         helper.make_node("Unsqueeze", ["values", "middle"], ["row"]),
         helper.make_node("MatMul", ["column", "row"], ["scores"]),
-        helper.make_node("Softmax", ["scores"], ["weights"], axis=-1),
+        # Without it OpenVINO would recognize attention, and compute it without the matrix of scores.
+        helper.make_node("CumSum", ["scores", "last"], ["sums"]),
+        helper.make_node("Softmax", ["sums"], ["weights"], axis=-1),
         helper.make_node("MatMul", ["weights", "column"], ["context"]),
         helper.make_node("ReduceMean", ["context", "middle"], ["logits"], keepdims=0),
     ]
@@ -60,7 +63,11 @@ def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     # Padding would change the mean: rows of equal length run together.
     signature = Signature(inputs, outputs, MAX_LENGTH, ignores_padding=False)
     (folder / "made").mkdir()
-    return backend.make(Source(signature, {MODEL: folder / "source.onnx"}), variant, folder / "made")
+    made = backend.make(Source(signature, {MODEL: folder / "source.onnx"}), variant, folder / "made")
+    # The first session also loads the runtime's libraries.
+    with open_session(made, RunOptions(1)) as session:
+        session.run(batch_of([64]))
+    return made
 
 
 def batch_of(lengths: list[int]) -> Batch:
@@ -93,8 +100,8 @@ def room(size: int) -> int:
 
 
 def test_stream_of_all_lengths_stays_below_the_limit(artifact: Artifact) -> None:
-    lengths = [*range(1, MAX_LENGTH + 1, 31), MAX_LENGTH]
-    batches = [batch_of([length] * 32) for length in np.random.default_rng(1).permutation(lengths).tolist()]
+    lengths = [*range(1, MAX_LENGTH + 1, 61), MAX_LENGTH]
+    batches = [batch_of([length] * ROWS) for length in np.random.default_rng(1).permutation(lengths).tolist()]
     limit = room(ROOM_BYTES)
     with open_session(artifact, RunOptions(1, limit)) as session, sampled_memory() as samples:
         answers = [session.run(batch)["logits"] for batch in batches]
@@ -103,7 +110,7 @@ def test_stream_of_all_lengths_stays_below_the_limit(artifact: Artifact) -> None
         expected = [session.run(batch)["logits"] for batch in batches]
     assert max(samples) > limit
     for answer, reference in zip(answers, expected, strict=True):
-        np.testing.assert_allclose(answer, reference, rtol=1e-5)
+        np.testing.assert_allclose(answer, reference, rtol=1e-4)
 
 
 def test_sessions_share_the_limit(artifact: Artifact) -> None:
@@ -129,9 +136,12 @@ def test_sessions_share_the_limit(artifact: Artifact) -> None:
 
 
 def test_text_that_never_fits_is_an_error(artifact: Artifact) -> None:
-    with open_session(artifact, RunOptions(1, room(18 * 2**20))) as session:
+    with open_session(artifact, RunOptions(1)) as session:
+        session.run(batch_of([64]))
+        limit = room(14 * 2**20)
+    with open_session(artifact, RunOptions(1, limit)) as session:
         assert len(session.run(batch_of([64, 64]))["logits"]) == 2
-        with pytest.raises(TooLargeError, match="a text of 1024 tokens needs about"):
+        with pytest.raises(TooLargeError, match=f"a text of {MAX_LENGTH} tokens needs about"):
             session.run(batch_of([MAX_LENGTH]))
 
 

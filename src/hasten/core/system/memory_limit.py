@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -15,8 +16,9 @@ from hasten.core.errors import OverloadedError, TooLargeError, UnsupportedError
 from hasten.core.system.hardware import resident_memory_bytes
 
 _RETRY_S = 1.0
-# A batch waits for others to end, and looks again after this time: other parts of the process free memory, too.
-_POLL_S = 0.05
+# A batch waits for others to end, and looks again after this time: other parts of the process free memory, too. If no
+# batch runs, it is rejected after the longer time.
+_POLL_S, _PATIENCE_S = 0.02, 1.0
 
 
 class Releasable(Protocol):
@@ -79,6 +81,7 @@ class MemoryLimit:
                 self._change.notify_all()
 
     def _await(self, size: int, subject: str) -> None:
+        until = time.monotonic() + _PATIENCE_S
         while True:
             is_fitting = self.fits(size)
             with self._change:
@@ -86,7 +89,9 @@ class MemoryLimit:
                     self._reserved_bytes += size
                     self._running += 1
                     return
-                if not self._running and not is_fitting:
+                if self._running:
+                    until = time.monotonic() + _PATIENCE_S
+                elif time.monotonic() > until:
                     message = f"{subject} needs about {megabytes(size)} of memory, which other requests occupy"
                     raise OverloadedError(message, retry_after_s=_RETRY_S)
                 self._change.wait(_POLL_S)
