@@ -108,13 +108,21 @@ def build(
 
 
 def load(
-    path: str | Path, variant: str | None = None, *, threads: int | None = None, strict: bool = False
+    path: str | Path,
+    variant: str | None = None,
+    *,
+    threads: int | None = None,
+    strict: bool = False,
+    max_memory: int | None = None,
 ) -> Predictor | Generator:
     """Open a bundle with a variant; the default is the fastest one that runs on this machine.
 
+    `max_memory` is the resident memory in bytes that this process may reach: batches that need more are split, and a
+    text that needs more by itself is an error. It bounds sessions on CPUs.
+
     `strict` opens the fastest variant whose answers on this machine match the bundle's reference answers.
     """
-    bundle, options = open_bundle(path), RunOptions(threads)
+    bundle, options = open_bundle(path), RunOptions(threads, max_memory)
     if strict:
         from hasten.measure.open_verified import open_verified
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
 from hasten.backends import BACKENDS, Artifact, RunOptions, Session
+from hasten.bounded_session import BoundedSession
 from hasten.bundle import Bundle, VariantEntry
 from hasten.core.batching import batch_by_length
 from hasten.core.errors import HastenError, UnsupportedError, translate_mismatch
 from hasten.core.system.closing import Closing
 from hasten.core.system.cpu_targets import incompatibility
 from hasten.core.system.hardware import this_machine
+from hasten.core.system.memory_limit import memory_limit
 from hasten.core.tensors import Batch, IntArray, Outputs, check_counts, gather
 from hasten.core.text.tokenizer import Tokenizer
-from hasten.core.variant import Support
+from hasten.core.variant import CPU, Support
 from hasten.tasks import TASKS, Encoded, TaskSpec
 
 logger = logging.getLogger("hasten")
@@ -107,7 +110,14 @@ def open_session(artifact: Artifact, options: RunOptions) -> Session:
     if not support.ok:
         raise UnsupportedError(f"{artifact.variant} does not run here: {support.reason}", hint=support.hint or None)
     with translate_mismatch(f"{artifact.variant} does not fit its bundle"):
-        return backend.open(artifact, options)
+        session = backend.open(artifact, options)
+    if options.max_memory is None or artifact.variant.device != CPU:
+        return session
+    with ExitStack() as on_error:
+        on_error.callback(session.close)
+        bounded = BoundedSession(session, memory_limit(options.max_memory))
+        on_error.pop_all()
+    return bounded
 
 
 def probe(entry: VariantEntry) -> Support:

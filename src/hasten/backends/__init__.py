@@ -93,10 +93,14 @@ class RunOptions:
     """Options of a session; without `threads` it uses all usable cores."""
 
     threads: int | None = None
+    # The resident memory in bytes that the process may reach; for sessions on CPUs.
+    max_memory: int | None = None
 
     def __post_init__(self) -> None:
         if self.threads is not None and (not isinstance(self.threads, int) or self.threads < 1):
             raise PlanError(f"threads is {self.threads!r}; it must be at least 1")
+        if self.max_memory is not None and (not isinstance(self.max_memory, int) or self.max_memory < 1):
+            raise PlanError(f"max_memory is {self.max_memory!r}; it must be at least 1 byte")
 
     @property
     def thread_count(self) -> int:
@@ -112,6 +116,9 @@ class Session(Closing):
     def run(self, batch: Batch) -> Outputs:
         """Return the outputs of a ragged batch, without padding. They are copies that the caller may keep."""
         raise NotImplementedError
+
+    def release_memory(self) -> None:
+        """Return the memory that is retained for later batches to the system. The default retains none."""
 
     def warm(self, shapes: Sequence[Shape]) -> None:
         """Run a batch of each shape, so that later batches of these shapes start without setup."""
@@ -255,6 +262,10 @@ class Decoder(Protocol):
     @property
     def slots(self) -> int:
         """Return the number of sequences that can run at once."""
+
+    @property
+    def max_cache_bytes(self) -> int:
+        """Return the size of the KV cache when all slots have reached the end of the context."""
 
     def prefill(self, slot: int, ids: IntArray) -> FloatArray:
         """Prefill an empty slot with a prompt and return the logits (vocabulary,) of the next token.

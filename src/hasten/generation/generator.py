@@ -9,10 +9,13 @@ from typing import Any
 
 from hasten.backends import BACKENDS, Artifact, Decoder, RunOptions, SupportsDecoding
 from hasten.bundle import Bundle
-from hasten.core.errors import InputError, StageError, UnsupportedError, translate_mismatch
+from hasten.core.errors import HastenError, InputError, PlanError, StageError, UnsupportedError, translate_mismatch
 from hasten.core.generation_types import GenerationSpec, SamplingParams
 from hasten.core.system.closing import Closing
+from hasten.core.system.hardware import resident_memory_bytes
+from hasten.core.system.memory_limit import megabytes
 from hasten.core.text.tokenizer import Tokenizer
+from hasten.core.variant import CPU
 from hasten.generation.chat import is_chat, is_continued
 from hasten.generation.options import sampling_params, whole_number
 from hasten.generation.prompts import Prompt, read_prompt
@@ -159,7 +162,26 @@ def open_decoder(artifact: Artifact, options: RunOptions, slots: int) -> Decoder
     if not isinstance(backend, SupportsDecoding):
         raise UnsupportedError(f"the backend '{artifact.variant.backend}' does not support text generation")
     with translate_mismatch(f"{artifact.variant} does not fit its bundle"):
-        return backend.open_decoder(artifact, options, slots)
+        decoder = backend.open_decoder(artifact, options, slots)
+    if options.max_memory is not None and artifact.variant.device == CPU:
+        try:
+            _check_memory(decoder, options.max_memory)
+        except HastenError:
+            decoder.close()
+            raise
+    return decoder
+
+
+def _check_memory(decoder: Decoder, max_memory: int) -> None:
+    """Raise an error if the KV cache may grow beyond the memory limit: running sequences cannot be rejected."""
+    left = max_memory - (resident_memory_bytes() or 0)
+    if decoder.max_cache_bytes > left:
+        slots = int(left / decoder.max_cache_bytes * (decoder.slots + 1)) - 1
+        raise PlanError(
+            f"the KV cache of {decoder.slots} slots needs up to {megabytes(decoder.max_cache_bytes)}, and the memory"
+            f" limit of {megabytes(max_memory)} leaves {megabytes(max(0, left))}",
+            hint=f"raise --max-memory, or serve with --slots {slots}" if slots > 0 else "raise --max-memory",
+        )
 
 
 def _check_finished(sequence: TextSequence) -> None:

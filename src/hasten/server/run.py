@@ -312,12 +312,15 @@ class _Process:
 
 def http_limits(settings: Settings) -> HttpLimits:
     """Return the limits of HTTP connections."""
+    buffered_bytes = max(HttpLimits().buffered_bytes, 4 * settings.max_body)
+    if settings.max_memory is not None:
+        buffered_bytes = min(buffered_bytes, max(settings.max_body, settings.max_memory // 8))
     return HttpLimits(
         body_bytes=settings.max_body,
         read_s=settings.read_timeout,
         idle_s=settings.idle_timeout,
         connections=settings.max_connections,
-        buffered_bytes=max(HttpLimits().buffered_bytes, 4 * settings.max_body),
+        buffered_bytes=buffered_bytes,
     )
 
 

@@ -169,6 +169,12 @@ class Settings:
         ),
     ] = None
     max_body: Annotated[int, Option(_parse_size, "SIZE", "reject larger request bodies (413)", _LIMITS)] = 4 * 2**20
+    max_memory: Annotated[
+        int | None,
+        Option(
+            _parse_size, "SIZE", "keep resident memory below SIZE: split batches, reject texts (CPU variants)", _LIMITS
+        ),
+    ] = None
     max_client_batch_size: Annotated[int, _count("reject requests (413) with more than N texts", _LIMITS)] = 1024
     max_request_tokens: Annotated[int, _count("reject requests (413) with more than N input tokens", _LIMITS)] = 2**18
     max_new_tokens: Annotated[int, _count("maximum number of tokens to generate per text", _LIMITS)] = 2048

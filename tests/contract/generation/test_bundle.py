@@ -12,8 +12,9 @@ import pytest
 import hasten
 from hasten.backends import BACKENDS
 from hasten.cli import main
-from hasten.core.errors import UnsupportedError
+from hasten.core.errors import PlanError, UnsupportedError
 from hasten.core.generation_types import SamplingParams
+from hasten.core.system.hardware import resident_memory_bytes
 from hasten.core.variant import Support
 from hasten.generation.generator import Generator
 from support.models import tiny_decoders
@@ -44,6 +45,17 @@ def test_load_returns_a_generator(bundle: Path, answer: str) -> None:
         assert generate(PROMPT) == [{"generated_text": PROMPT + answer}]
         assert "".join(generate(PROMPT, stream=True)) == answer
         assert generate(PROMPT, max_tokens=2) != generate(PROMPT)
+
+
+@pytest.mark.skipif(resident_memory_bytes() is None, reason="only Linux reports resident memory")
+def test_kv_cache_beyond_the_memory_limit_is_an_error(bundle: Path, answer: str) -> None:
+    resident = resident_memory_bytes() or 0
+    with hasten.load(bundle, max_memory=resident + 2**30) as generate:
+        assert generate(PROMPT) == [{"generated_text": PROMPT + answer}]
+        size = generate.decoder.max_cache_bytes
+    with pytest.raises(PlanError, match="the KV cache of 8 slots needs up to"):
+        hasten.load(bundle, max_memory=max(1, resident - 2**20))
+    assert size > 0
 
 
 def test_generation_bundle_has_no_graph_to_fall_back_to(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from hasten.backends import PaddedSession
-from hasten.core.errors import DeadlineError, InputError, OverloadedError, StageError, UnavailableError
+from hasten.core.errors import (
+    DeadlineError,
+    InputError,
+    OverloadedError,
+    StageError,
+    TooLargeError,
+    UnavailableError,
+)
 from hasten.core.tensors import (
     BATCH,
     SEQUENCE,
@@ -40,6 +47,8 @@ SIGNATURE = Signature(
     512,
 )
 POISON = 666
+# The row with this token exceeds the memory limit.
+TOO_LARGE = 667
 
 
 class SummingSession(PaddedSession):
@@ -64,6 +73,8 @@ class SummingSession(PaddedSession):
         ids = batch.values["input_ids"]
         if POISON in ids:
             raise StageError("this row cannot be run")
+        if TOO_LARGE in ids:
+            raise TooLargeError("this row needs more memory than there is")
         ends = np.cumsum(batch.lengths)
         sums = [[ids[end - length : end].sum()] for end, length in zip(ends, batch.lengths, strict=True)]
         return {"sum": np.array(sums, np.float32), "each": ids[:, None].astype(np.float32)}
@@ -181,6 +192,23 @@ def test_failing_row_fails_only_its_request(engine: Engine, session: SummingSess
     assert (fine.wait()["sum"], also_fine.wait()["sum"]) == ([[3.0]], [[7.0]])
     assert isinstance(broken.wait(), StageError)
     assert Submitted(engine, [[7]]).wait()["sum"] == [[7.0]]
+
+
+def test_row_beyond_the_memory_limit_does_not_make_the_session_suspect(
+    engine: Engine, session: SummingSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    session.gate.clear()
+    first = Submitted(engine, [[5, 5]])
+    wait_until(lambda: is_running(engine))
+    fine, large = Submitted(engine, [[1, 2]]), Submitted(engine, [[TOO_LARGE, 1]])
+    # A session that is tried again would fail.
+    session.is_broken = True
+    session.gate.set()
+    assert first.wait()["sum"] == [[10.0]]
+    assert fine.wait()["sum"] == [[3.0]]
+    assert isinstance(large.wait(), TooLargeError)
+    assert not engine.is_recovering
+    assert not caplog.records
 
 
 def test_encode_and_decode_errors_fail_only_their_request(engine: Engine) -> None:

@@ -49,6 +49,11 @@ class DecoderSession(Closing):
         """Return ONNX Runtime's session of each graph."""
         return [session for session in (self._encoder, self._session) if session is not None]
 
+    @property
+    def max_cache_bytes(self) -> int:
+        token_bytes = self._past.token_bytes + self._cross.token_bytes
+        return (self.slots + 1) * self._context * token_bytes
+
     def close(self) -> None:
         self._steps.clear()
         self._past.release()

@@ -47,6 +47,12 @@ class KVCache:
         """Return whether the graph has inputs of this cache."""
         return bool(self.sizes)
 
+    @property
+    def token_bytes(self) -> int:
+        """Return the size of the keys and values of one token."""
+        sizes = self.sizes.items()
+        return sum(heads * head_size * np.dtype(self.dtypes[name]).itemsize for name, (heads, head_size) in sizes)
+
     def release(self) -> None:
         """Release all buffers."""
         self._buffers.clear()

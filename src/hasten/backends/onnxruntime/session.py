@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.backends import MODEL, Artifact, PaddedSession, RunOptions
+from hasten.backends import MODEL, Artifact, PaddedSession, RunOptions, uniform_batch
 from hasten.core.errors import StageError
 from hasten.core.placement import OperatorPlacement
-from hasten.core.tensors import Batch, Layout, Outputs, SessionSpec, pad, unpad
+from hasten.core.tensors import Batch, IntArray, Layout, Outputs, SessionSpec, Shape, pad, unpad
 from hasten.core.variant import CPU
 
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
 TENSORRT_PROVIDER = "TensorrtExecutionProvider"
 _ERRORS_ONLY = 3
+_SMALL = Shape(1, 1)
 # It would fuse norms with the additions before them into a kernel that is slower than the two.
 _DISABLED_OPTIMIZERS = ["SkipLayerNormFusion"]
 
@@ -48,17 +49,30 @@ class CpuSession(PaddedSession):
     def close(self) -> None:
         self.runtime = None
 
+    def release_memory(self) -> None:
+        """Run a small batch: its end is when ONNX Runtime can return unused memory of its arena."""
+        if self.runtime is not None:
+            import onnxruntime
+
+            options = onnxruntime.RunOptions()
+            options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+            self._run(pad(uniform_batch(_SMALL, self.spec.signature), self.spec.signature), options)
+
     def run_padded(self, batch: Batch) -> Outputs:
         if self.runtime is None:
             raise StageError("the session is closed")
         feeds = pad(batch, self.spec.signature)
         try:
-            results = self.runtime.run(
-                self._outputs, {name: value for name, value in feeds.items() if name in self._feeds}
-            )
+            results = self._run(feeds)
         except Exception as error:
             raise StageError(f"ONNX Runtime failed on a batch of {len(batch)}: {error}") from error
         return unpad(dict(zip(self._outputs, results, strict=True)), batch, self.spec.signature)
+
+    def _run(self, feeds: Mapping[str, IntArray], options: Any = None) -> list[Any]:
+        results: list[Any] = self.runtime.run(
+            self._outputs, {name: value for name, value in feeds.items() if name in self._feeds}, options
+        )
+        return results
 
 
 def session_options(threads: int, profile_folder: str | None = None) -> Any:

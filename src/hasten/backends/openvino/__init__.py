@@ -17,7 +17,7 @@ from hasten.core.errors import StageError
 from hasten.core.onnx.probe_graph import INPUT, WIDTH, probe_graph
 from hasten.core.placement import OperatorPlacement, PlacementStep, SelfTest, origin
 from hasten.core.system.hardware import Machine, this_machine
-from hasten.core.tensors import Batch, Layout, Outputs, SessionSpec, pad, unpad
+from hasten.core.tensors import Batch, Layout, Outputs, SessionSpec, Shape, pad, unpad
 from hasten.core.variant import CPU, Precision, Support, Variant
 
 # OpenVINO's names of the precisions.
@@ -29,6 +29,8 @@ _STAYS_FP32 = {"name": "DisablePrecisionConversion", "version": "0", "value": "d
 # (MiniLM at 32 tokens on AMX, OpenVINO 2026.4: logits off by 1.5, SST-2 accuracy 0.904 instead of 0.913).
 _INT8_ACTIVATIONS = "f32"
 _INT8_TYPES = ("i8", "u8")
+# Shapes after which memory is released by compiling the model again, which takes as long as loading it.
+_MAX_SHAPES = 64
 
 
 class OpenVino:
@@ -221,11 +223,10 @@ class _Session(PaddedSession):
     """A compiled model with one inference request."""
 
     def __init__(self, artifact: Artifact, options: RunOptions) -> None:
-        try:
-            compiled = _compile(artifact.path(MODEL), artifact.variant.precision, options.thread_count)
-        except RuntimeError as error:
-            raise StageError(f"OpenVINO cannot load {artifact.variant}: {_reason(error)}") from error
-        self._request: Any = compiled.create_infer_request()
+        self._artifact, self._threads = artifact, options.thread_count
+        # Shapes that kernels were compiled for since the model was compiled.
+        self._shapes: set[Shape] = set()
+        compiled = self._open()
         # All names: an input whose cast was optimized away has the cast's name too, and that may come first.
         self._feeds = {name for entry in compiled.inputs for name in entry.get_names()}
         # Not `get_index()`, which counts the outputs of the node that an output comes from.
@@ -233,12 +234,34 @@ class _Session(PaddedSession):
         self._output_indices = {spec.name: indices[spec.name] for spec in artifact.signature.outputs}
         self.spec = SessionSpec(artifact.signature, Layout.PADDED, CPU, _executed_precision(compiled))
 
+    def _open(self) -> Any:
+        try:
+            compiled = _compile(self._artifact.path(MODEL), self._artifact.variant.precision, self._threads)
+        except RuntimeError as error:
+            raise StageError(f"OpenVINO cannot load {self._artifact.variant}: {_reason(error)}") from error
+        self._request: Any = compiled.create_infer_request()
+        self._shapes.clear()
+        return compiled
+
     def close(self) -> None:
         self._request = None
+
+    def release_memory(self) -> None:
+        """Release the activations, and after many shapes compile the model again: only that releases their kernels.
+
+        The kernels of a shape of MiniLM take 1 to 3 MB; a limit on OpenVINO's cache of them hardly lowers that.
+        """
+        if self._request is None:
+            return
+        self._request.get_compiled_model().release_memory()
+        if len(self._shapes) > _MAX_SHAPES:
+            self._request = None
+            self._open()
 
     def run_padded(self, batch: Batch) -> Outputs:
         if self._request is None:
             raise StageError("the session is closed")
+        self._shapes.add(Shape(len(batch), int(batch.lengths.max(initial=0))))
         feeds = pad(batch, self.spec.signature)
         try:
             self._request.infer(

@@ -114,6 +114,14 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def resident_memory_bytes() -> int | None:
+    """Return the resident memory of this process; None on systems other than Linux."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
+
+
 def gpu_memory_used_bytes() -> int:
     """Return the memory that all processes use on all GPUs."""
     used = _output("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")

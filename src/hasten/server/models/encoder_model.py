@@ -63,7 +63,7 @@ class EncoderModel(Model):
         self.signature = self.artifact.signature
         self.instances, threads = _instances_and_threads(self.artifact, bundle, settings)
         with ExitStack() as opened:
-            options = RunOptions(threads)
+            options = RunOptions(threads, settings.max_memory)
             sessions = [opened.enter_context(open_session(self.artifact, options)) for _ in range(self.instances)]
             self.limits = _limits(sessions[0], threads, settings)
             self._warm_up(sessions)
@@ -188,7 +188,7 @@ def _instances_and_threads(artifact: Artifact, bundle: Bundle, settings: Setting
         return settings.instances, settings.threads or max(1, cores // settings.instances)
     if settings.threads is not None and is_on_cpu:
         return max(1, cores // settings.threads), settings.threads
-    instances = choose_instances(artifact, bundle.manifest.digest, _MEASURED_SHAPE)
+    instances = choose_instances(artifact, bundle.manifest.digest, _MEASURED_SHAPE, settings.max_memory)
     return instances, settings.threads or max(1, cores // instances)
 
 

@@ -66,7 +66,7 @@ class GenerativeModel(Model):
         with ExitStack() as opened:
             decoders: list[Decoder] = []
             for _ in range(self.instances):
-                decoder = open_decoder(self.artifact, RunOptions(threads), settings.slots)
+                decoder = open_decoder(self.artifact, RunOptions(threads, settings.max_memory), settings.slots)
                 opened.callback(decoder.close)
                 decoders.append(decoder)
                 _warm_up(decoder)

@@ -37,11 +37,11 @@ MAX_ON_DEVICE = 2
 _MAX_MEMORY_SHARE = 0.25
 
 
-def choose_instances(artifact: Artifact, bundle: str, shape: Shape) -> int:
+def choose_instances(artifact: Artifact, bundle: str, shape: Shape, max_memory: int | None = None) -> int:
     """Return the number of sessions with the highest throughput, or fewer if they reach nearly as much."""
     machine, cores = this_machine(), usable_cores()
     if artifact.variant.device == CPU:
-        counts = _counts(cores, artifact.size_bytes, machine.memory_bytes)
+        counts = _counts(cores, artifact.size_bytes, min(machine.memory_bytes, max_memory or machine.memory_bytes))
     else:
         memory_bytes = min((gpu.memory_bytes for gpu in machine.gpus), default=0)
         counts = _counts(min(cores, MAX_ON_DEVICE), artifact.size_bytes, memory_bytes)

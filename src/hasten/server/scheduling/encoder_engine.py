@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from hasten.backends import Session
-from hasten.core.errors import DeadlineError, HastenError, InputError, StageError, UnavailableError
+from hasten.core.errors import DeadlineError, HastenError, InputError, ServeError, StageError, UnavailableError
 from hasten.core.tensors import Outputs, Shape, Signature, gather
 from hasten.server.request_records import RequestStats
 from hasten.server.scheduling.admission import TokenAdmission
@@ -206,13 +206,16 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
 
     def _isolate(self, worker: SessionWorker, job: BatchJob, error: BaseException) -> None:
         """Run a failed batch again split in two until the request at fault is alone, if the session still works."""
-        works = self._works(worker)
+        # An error of the server itself, such as a text that exceeds the memory limit, is not a failure of the session.
+        is_rejected = isinstance(error, ServeError)
+        works = is_rejected or self._works(worker)
         if works and len(job.slices) > 1:
             half = len(job.slices) // 2
             for slices in (job.slices[:half], job.slices[half:]):
                 self._run(worker, BatchJob.of(slices, job.round_up))
             return
-        logger.error("a batch of %d rows failed: %s", len(job.batch), error)
+        if not is_rejected:
+            logger.error("a batch of %d rows failed: %s", len(job.batch), error)
         for part in job.slices:
             self._end(part.request, model_failure(error))
         if not works:
