@@ -1,4 +1,4 @@
-"""Time contenders of one shape in alternating rounds, over several runs with fresh processes."""
+"""Time contenders in alternating rounds, over several runs with fresh processes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,30 @@ def time_alternating(
     commands: Mapping[str, Sequence[str]],
     runs: int = RUNS,
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """Return the median of every round in ms, by contender.
+    """Return the median of every round at one shape in ms, by contender."""
+    return time_shapes(contenders, [shape], batch, budget_s, commands, runs)[shape]
+
+
+def time_shapes(
+    contenders: Sequence[Artifact],
+    shapes: Sequence[Shape],
+    batch: Batch,
+    budget_s: float,
+    commands: Mapping[str, Sequence[str]],
+    runs: int,
+) -> dict[Shape, dict[str, npt.NDArray[np.float64]]]:
+    """Return the median of every round in ms, by shape and contender; the first shape gets half of the budget.
 
     Each run has fresh processes: where the system puts the threads and pages of a process is chance that lasts as long
     as the process (the same contender was seen at 2.5 and at 4.5 ms), so one run proves little.
     """
-    rounds: dict[str, list[float]] = {artifact.variant.name: [] for artifact in contenders}
+    rounds: dict[Shape, dict[str, list[float]]] = {
+        shape: {artifact.variant.name: [] for artifact in contenders} for shape in shapes
+    }
     for _ in range(runs):
         measured = bench(
             contenders,
-            [shape],
+            shapes,
             batch,
             budget_s=budget_s / runs,
             threads=None,
@@ -41,5 +55,8 @@ def time_alternating(
             commands=commands,
         )
         for timing in measured.timings:
-            rounds[timing.variant] += timing.round_medians_ms
-    return {name: np.asarray(times) for name, times in rounds.items()}
+            rounds[timing.shape][timing.variant] += timing.round_medians_ms
+    return {
+        shape: {name: np.asarray(times) for name, times in by_contender.items()}
+        for shape, by_contender in rounds.items()
+    }

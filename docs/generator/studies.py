@@ -10,12 +10,6 @@ from generator.precision import FILES, MODELS, accuracy_cells
 from generator.results import cpu_name, duration, gpu_name, interval, link, load, machine_line, table
 from gpu_sources import changed
 
-CPU_PEERS = {
-    "torch-fp32": "PyTorch",
-    "plain_onnxruntime-fp32": "ONNX Runtime",
-    "plain_openvino-fp32": "OpenVINO",
-}
-BASELINE = "torch-fp32"
 # The columns of the GPU table: the fastest of each one's variants.
 GPU_COLUMNS = {
     "PyTorch": ("torch-fp16@cuda", "torch-bf16@cuda"),
@@ -52,46 +46,6 @@ class Study:
             f"Command: `{self.command}`. "
             f"Result file{'s' if len(self.files) > 1 else ''}: {', '.join(map(link, self.files))}.",
         ]
-
-
-def paired_p50_ms(speed: dict[str, Any]) -> dict[str, float]:
-    """Return the latency of each contender from its ratio to the baseline within rounds, as `hasten build` does."""
-    names = [*CPU_PEERS, speed["chosen"]]
-    return {name: speed["p50_ms"][BASELINE] / speed["speedup"][name]["value"] for name in names}
-
-
-def cpu() -> Study:
-    """Return the study of CPU latency against PyTorch and stock runtimes."""
-    results = load("cpu")
-    rows = []
-    for speed in results["speed"]:
-        cells = []
-        for name, p50_ms in paired_p50_ms(speed).items():
-            cells.append(f"{duration(p50_ms)}, {interval(speed['speedup'][name], '×')}")
-        baseline = duration(speed["p50_ms"][BASELINE])
-        rows.append([speed["shape"], baseline, *cells[1:-1], f"**{cells[-1]}**", str(speed["rounds"])])
-    build = results["build"]
-    stages = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in build["stages"].items())
-    return Study(
-        title="CPU",
-        question="How fast is MiniLM-L6 on a CPU?",
-        answer=[
-            *table(["batch × tokens", *CPU_PEERS.values(), "hasten", "alternating rounds"], rows),
-            "",
-            f"`hasten build` chose `{build['chosen']}`. It took {build['seconds']:.0f} s ({stages}).",
-        ],
-        method=(
-            "Latency from token ids to embeddings. Every contender runs in its own process; contenders alternate in "
-            "rounds. The speed-up over PyTorch is the median of the ratios within each round, with its 95 % interval; "
-            "the latency beside it is PyTorch's median divided by this ratio.",
-            "ONNX Runtime and OpenVINO are the stock runtimes with default settings on a plain export in fp32. By "
-            "default OpenVINO computes in bf16 on CPUs that support it, ONNX Runtime and PyTorch in fp32.",
-            "hasten's variant passed the accuracy gate before it was timed.",
-        ),
-        machines=(machine_line(results),),
-        command="make bench",
-        files=("cpu",),
-    )
 
 
 def first_answer() -> Study:

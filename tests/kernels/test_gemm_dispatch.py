@@ -26,6 +26,12 @@ PLAIN = GemmShape(48, 64, 32, has_bias=True, input_dtype=FP8)
 HALF = torch.float32 if DEVICE == "cpu" else torch.float16
 
 
+# Relative errors. In the interpreter 8-bit outputs did not differ, and fp32 outputs by 5e-9 (x86-64 with AVX-512,
+# 2026-11). The order of additions may change that: one neighbouring fp8 value among 48 rows of 64 is 1e-3.
+QUANTIZED_TOLERANCE = 2e-3 if DEVICE == "cpu" else 5e-3
+PLAIN_TOLERANCE = 2e-7 if DEVICE == "cpu" else 2e-3
+
+
 def expected_output(operands: GemmOperands, gelu_kind: str | None) -> Any:
     return reference(operands.x, operands.weight, operands.scale, operands.bias, gelu_kind, operands.quant)
 
@@ -72,8 +78,9 @@ def test_chosen_backend_is_used(shape: GemmShape, monkeypatch: pytest.MonkeyPatc
     operands = random_operands(shape, HALF, DEVICE)
     dispatch.choose({shape: f"{TRITON} {tile_config}"})
     actual = dispatch(operands, has_gelu=shape.has_gelu)
+    tolerance = PLAIN_TOLERANCE if shape is PLAIN else 2e-3
     assert backends == [f"{TRITON} {tile_config}"]
-    assert relative_error(actual, expected_output(operands, EXACT if shape.has_gelu else None)) <= 2e-3
+    assert relative_error(actual, expected_output(operands, EXACT if shape.has_gelu else None)) <= tolerance
 
 
 @pytest.mark.parametrize(("shape", "fallback"), [(UP, TORCH), (ODD, TRITON)], ids=["even", "odd"])
@@ -99,7 +106,7 @@ def test_shape_without_cublaslt_algorithm_falls_back(
     operands = random_operands(shape, HALF, DEVICE)
     expected = expected_output(operands, EXACT)
     for _ in range(2):
-        assert relative_error(dispatch(operands, has_gelu=True), expected) <= 5e-3
+        assert relative_error(dispatch(operands, has_gelu=True), expected) <= QUANTIZED_TOLERANCE
     assert cublaslt.calls == 1
     assert backends == [CUBLASLT, fallback, fallback]
     assert (TORCH in dispatch.candidates(shape)) is (fallback == TORCH)

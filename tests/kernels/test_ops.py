@@ -21,6 +21,8 @@ from hasten.kernels.ops import (
 from hasten.kernels.ops.small_batch import Tile
 from support.tolerances import DEVICE, MIXED, TOKENS, TOLERANCE, check, draw, sequence_of, starts_of
 
+# The fp32 head: measured 2.9e-7 in the interpreter (x86-64 with AVX-512, 2026-11). Compiled kernels keep a wider bound.
+FP32_HEAD_TOLERANCE = 8e-7 if DEVICE == "cpu" else 1e-5
 dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
 tokens = pytest.mark.parametrize("count", TOKENS)
 
@@ -173,10 +175,10 @@ def test_fp32_head_layer_keeps_its_precision(count: int, columns: int, dtype: to
     x, weight, bias = draw(count, 300, dtype=dtype), draw(columns, 300) / 17, draw(columns)
     for states in (x, x.float() + 1e-4 * draw(count, 300)):
         actual, expected = head.dense(states, None, weight, bias), head.reference(states, None, weight, bias)
-        assert (actual - expected).norm() <= 1e-5 * expected.norm()
+        assert (actual - expected).norm() <= FP32_HEAD_TOLERANCE * expected.norm()
 
 
 def test_head_layer_with_few_columns_and_many_rows() -> None:
     x, weight, bias = draw(1030, 300, dtype=torch.float16), draw(3, 300) / 17, draw(3)
     actual, expected = head.dense(x, None, weight, bias), head.reference(x, None, weight, bias)
-    assert (actual - expected).norm() <= 1e-5 * expected.norm()
+    assert (actual - expected).norm() <= FP32_HEAD_TOLERANCE * expected.norm()

@@ -27,7 +27,9 @@ from support.tolerances import DEVICE, MIXED, TOKENS, check, draw, sequence_of, 
 HALF = torch.float32 if DEVICE == "cpu" else torch.float16
 # Relative error: the order of additions differs, and on a GPU the rounding to fp16; a few values are quantized to the
 # neighbouring 8-bit value.
-TOLERANCE = 2e-3 if DEVICE == "cpu" else 5e-3
+# In the interpreter nothing differed (x86-64 with AVX-512, 2026-11). One neighbouring int8 value among 17 rows of 96 is
+# 8e-4, which the order of additions of another CPU may cause.
+TOLERANCE = 1e-3 if DEVICE == "cpu" else 5e-3
 TILE_CONFIG = TileConfig(32, 32, 32, 4, 2)
 dtypes = pytest.mark.parametrize("dtype", [FP8, INT8], ids=["fp8", "int8"])
 granularities = pytest.mark.parametrize("is_per_tensor", [True, False], ids=["per tensor", "per channel"])
@@ -148,7 +150,8 @@ def test_gemm_is_exact(depth: int, count: int, dtype: Any) -> None:
     scale, bias = torch.rand(48 if dtype is INT8 else 1).to(DEVICE) * 1e-3, draw(48, dtype=HALF)
     exact = (x.double() @ weight.double().T) * scale.double() + bias.double()
     actual = gemm.gemm(x, weight, scale, bias, dtype=HALF, tile_config=TILE_CONFIG)
-    assert ((actual.double() - exact).norm() / exact.norm()).item() <= (1e-6 if DEVICE == "cpu" else 2e-3)
+    # 4e-8 in the interpreter.
+    assert ((actual.double() - exact).norm() / exact.norm()).item() <= (2e-7 if DEVICE == "cpu" else 2e-3)
     check(actual, gemm.reference(x, weight, scale, bias), HALF)
     # A row of zeros gives the bias.
     x[0] = torch.zeros(depth).to(dtype)

@@ -10,7 +10,11 @@ import torch
 from support.models.fused_encoders import DEVICE
 
 # Relative error that rounding explains, by precision. Triton's interpreter multiplies bf16 matrices as integers.
-TOLERANCE = {torch.float16: 2e-3} | ({torch.float32: 2e-6} if DEVICE == "cpu" else {torch.bfloat16: 1.6e-2})
+# Measured in the interpreter on x86-64 with AVX-512 (2026-11): 2.9e-4 in fp16, 2.8e-7 in fp32; doubled and more, since
+# other CPUs add in another order. The bounds of compiled kernels have not been narrowed.
+TOLERANCE = (
+    {torch.float16: 8e-4, torch.float32: 8e-7} if DEVICE == "cpu" else {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+)
 TOKENS = [1, 17, 129]
 MIXED = [[1], [17], [40, 1, 3, 70]]
 

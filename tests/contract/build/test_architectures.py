@@ -186,7 +186,8 @@ def test_left_padding_is_masked_on_the_left(tiny_model: Any, quick_build: Any, t
                 predictor.outputs(predictor.encode(list(tiny_encoders.CORPUS)), groups=groups)["logits"]
                 for groups in ([np.arange(8)], [np.array([row]) for row in range(8)])
             )
-            np.testing.assert_allclose(together, alone, atol=1e-4)
+            # 1e-5 on x86-64 with AVX-512 (2026-11), for logits up to 5.
+            np.testing.assert_allclose(together, alone, atol=3e-5)
 
 
 def test_sparse_attention_can_be_configured_as_full(

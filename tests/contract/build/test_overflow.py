@@ -25,6 +25,8 @@ NARROW = "encoder.layer.1.output.dense.weight"
 FIRST = "/model/bert/encoder/layer.1/intermediate/dense/MatMul"
 # Activations of 1e1 become 1e7, far beyond fp16, and 1e1 again after the next matmul.
 FACTOR = 1e6
+# The relative error of fp16 in which overflowing operators stay in fp32: 3.2e-3 on x86-64 with AVX-512 FP16 (2026-11).
+GUARDED = 1e-2
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +116,7 @@ def test_guarded_openvino_variant_agrees_with_fp32(wide: Any, tmp_path: Path) ->
     artifact, overflown = build_and_run(FP16, plain, tmp_path / "plain")
     assert not np.isfinite(overflown).all()
     guarded_artifact, guarded_logits = build_and_run(FP16, guarded, tmp_path / "guarded")
-    assert np.abs(guarded_logits - expected).max() < 2e-2 * np.abs(expected).max()
+    assert np.abs(guarded_logits - expected).max() < GUARDED * np.abs(expected).max()
     # Only those: most matmuls still run in fp16.
     executed = {(run.operator, run.on): run.count for run in BACKENDS.get("openvino").placements(guarded_artifact)}  # type: ignore[attr-defined]
     assert executed["FullyConnected", "CPU fp32"] == 2
@@ -150,8 +152,8 @@ def test_guarded_fp16_graph_agrees_with_fp32(wide: Any, make_graphs: Any, tmp_pa
         converted[name] = convert_to_fp16({MODEL: graph}, tmp_path / name, {MODEL: tensors})[MODEL]
     unguarded, guarded = converted["unguarded"], converted["guarded"]
     assert stored_precision(guarded) is Precision.FP16
-    assert not np.abs(run(unguarded, Precision.FP16) - expected).max() < 2e-2 * np.abs(expected).max()
-    assert np.abs(run(guarded, Precision.FP16) - expected).max() < 2e-2 * np.abs(expected).max()
+    assert not np.abs(run(unguarded, Precision.FP16) - expected).max() < GUARDED * np.abs(expected).max()
+    assert np.abs(run(guarded, Precision.FP16) - expected).max() < GUARDED * np.abs(expected).max()
 
 
 @pytest.mark.usefixtures("fp16")

@@ -18,7 +18,8 @@ from support.import_probe import modules_after
 
 TEXTS = ["a dog ran", "", "what a wonderful film, I would watch it again tomorrow", "the cat " * 40, "a dog ran", "x"]
 PROMPTS = {"query": "find: ", "document": "read: "}
-NEAR = {"rtol": 0, "atol": 2e-5}
+# Up to 1.8e-6 on x86-64 with AVX-512 (2026-11), for unnormalized vectors with values up to 2.5.
+NEAR = {"rtol": 0, "atol": 6e-6}
 
 
 @dataclass

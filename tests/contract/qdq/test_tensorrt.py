@@ -111,7 +111,7 @@ def test_build_adds_quantizers_to_a_plain_model(
     graph = engine_graph(bundle)
     scales = activation_scales(graph)
     expected = sorted({float(np.float16(amax / 127)) for amax in active})
-    np.testing.assert_allclose(scales, expected, rtol=2e-3)
+    np.testing.assert_allclose(scales, expected, rtol=1e-3)  # one step of fp16; equal on x86-64 (2026-11)
 
     assert not find_violations(graph)
     inferred = onnx.shape_inference.infer_shapes(graph, check_type=True, strict_mode=True).graph
@@ -142,7 +142,9 @@ def test_quantizers_of_the_module_are_used(folder: Path, texts: list[str], tmp_p
     bundle = quick_build(model, tokenizer=tokenizer, variants=[ENGINE], data=rows, min_agreement=0.0)
     assert inspect(bundle, ENGINE).passes[0].notes == ("with the module's quantizers",)
     assert error(outputs_of(bundle, ENGINE, texts), rounded) < CLOSE
-    np.testing.assert_allclose(bundle.reference().outputs["logits"], logits(plain, feeds)[:4], atol=1e-5)
+    np.testing.assert_allclose(
+        bundle.reference().outputs["logits"], logits(plain, feeds)[:4], atol=2e-6
+    )  # 3e-7 on x86-64 (2026-11)
 
 
 def test_values_beyond_fp16_stay_in_fp32(folder: Path, texts: list[str], tmp_path: Path, quick_build: Any) -> None:

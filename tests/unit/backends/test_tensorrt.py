@@ -290,8 +290,7 @@ def test_masked_scores_are_finite_in_fp16(tmp_path: Path) -> None:
     """-3.4e38 is minus infinity in fp16, and 0 times infinity is NaN."""
     typed = write_and_load(attention(), tmp_path, Precision.FP16)
     ours, theirs = run(typed, tokens()), run(attention(), tokens())
-    assert np.abs(ours - theirs).max() < 5e-3
-    assert np.abs(ours - theirs).max() > 0
+    assert 0 < np.abs(ours - theirs).max() < 1.5e-3  # 4e-4 on x86-64 (2026-11)
 
 
 def test_decomposed_norm_stays_in_fp32(tmp_path: Path) -> None:
@@ -322,7 +321,7 @@ def test_decomposed_norm_stays_in_fp32(tmp_path: Path) -> None:
     assert (data_types["before"], data_types["y"]) == (FLOAT16, FLOAT16)
     # In fp16 the squares overflow and epsilon underflows.
     ours, theirs = run(typed, tokens()), run(graph_of(nodes, weights), tokens())
-    assert np.abs(ours - theirs).max() < 1e-3 * np.abs(theirs).max()
+    assert np.abs(ours - theirs).max() < 1e-3 * np.abs(theirs).max()  # one step of fp16
 
 
 def test_inputs_of_integer_casts_stay_in_fp32(tmp_path: Path) -> None:

@@ -217,7 +217,8 @@ def test_split_is_exact(layer: Any, channels: list[int]) -> None:
     model = graph.model(layer(graph))
     before = run(model)
     split(model, {"second": channels})
-    np.testing.assert_allclose(run(model), before, rtol=0, atol=1e-5)
+    # Additions are in another order: up to 1e-6 on x86-64 with AVX-512 (2026-11), for values up to 7.
+    np.testing.assert_allclose(run(model), before, rtol=0, atol=4e-6)
     sizes = {name: constant(model, node(model, name).input[1]).size for name in ("first", "second")}
     side = {name: constant(model, node(model, f"second/outliers/{name}").input[1]).size for name in sizes}
     assert sizes["first"] == WIDTH * (WIDE - len(channels))
@@ -236,7 +237,7 @@ def test_ordinary_branch_lacks_only_the_outliers() -> None:
     split(model, {"second": [2, 30]})
     ordinary = node(model, "second").output[0]
     model.graph.output.append(helper.make_tensor_value_info(ordinary, TensorProto.FLOAT, None))
-    np.testing.assert_allclose(run(model, ordinary), run(without), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(run(model, ordinary), run(without), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("channels", [[], [48], [-1], list(range(48))])
@@ -415,7 +416,7 @@ def test_all_rewrites_combine(tmp_path: Path) -> None:
     rewrites = recipe(split={"second": [1, 5]}, smooth={"first": [1] * WIDTH, "second": [-1] * (WIDE - 2)}, gelu=True)
     rewrite(tmp_path / "model.onnx", tmp_path / "new.onnx", rewrites, external_data=False)
     new = onnx.load(tmp_path / "new.onnx")
-    assert np.abs(run(new) - run(model)).max() < 1e-2
+    assert np.abs(run(new) - run(model)).max() < 6e-4  # 2e-4 on x86-64 (2026-11), of the approximate GELU
     kinds = [each.op_type for each in new.graph.node]
     assert (kinds.count("FastGelu"), kinds.count("BiasGelu"), kinds.count("Mul"), kinds.count("MatMul")) == (2, 0, 2, 4)
 
