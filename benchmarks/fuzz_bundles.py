@@ -5,7 +5,7 @@
 Without --bundle, three tiny bundles are built (tiny_bundles.py) and mutated in turn. Each mutated bundle is opened,
 run, checked, printed and verified in a worker process that is restarted when it dies. A bundle that was not sealed
 again must fail or answer as before. An audit hook reports code that is executed and files outside the bundle. Seed and
-number reproduce a bundle: `--first N --count 1 --keep DIR`.
+number reproduce a bundle: `--first N --count 1 --keep DIR`; after a fix, `--retry` tries those with faults again.
 """
 
 from __future__ import annotations
@@ -291,6 +291,23 @@ def merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
+def retry(file: Path, bundles: Sequence[Path]) -> int:
+    """Try the bundles with faults of a result file again, and record there what they do now."""
+    results = json.loads(file.read_text())
+    numbers = sorted({fault["number"] for fault in results["faults"]})
+    faults = [fault for number in numbers for fault in study(bundles, number, 1, results["seed"])["faults"]]
+    origin = provenance()
+    results["retried"] = {
+        "created": origin["created"],
+        "commit": origin["commit"],
+        "numbers": numbers,
+        "faults": faults,
+    }
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    print(f"{len(numbers)} bundles again: {len(faults)} faults")
+    return 1 if faults else 0
+
+
 def _sum(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:
     return dict(sorted((Counter(first) + Counter(second)).items()))
 
@@ -313,6 +330,9 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="worker processes; each takes a range of the numbers")
     parser.add_argument("--max-seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--keep", type=Path, help="copy the mutated bundles to this directory")
+    parser.add_argument(
+        "--retry", action="store_true", help="try only the bundles with faults of the result file again"
+    )
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     default = Path(__file__).parent / "results" / "fuzz_bundles.json"
     parser.add_argument("-o", "--output", type=Path, default=default)
@@ -328,6 +348,8 @@ def main() -> int:
     origin = provenance()
     with tempfile.TemporaryDirectory(prefix="hasten-fuzz-") as folder:
         bundles = args.bundle or build_tiny_bundles(Path(folder))
+        if args.retry:
+            return retry(args.output, bundles)
         origin["mutated"] = [describe(bundle) for bundle in bundles]
         starts = [args.first + args.count * index // args.processes for index in range(args.processes + 1)]
 
