@@ -3,9 +3,10 @@
     python benchmarks/serving/attack.py [--tiny BUNDLE] [--requests N] [--only slow_head …]
 
 Good clients send requests at random times at one rate throughout (an open loop) and compare every answer with that of
-the model in process. In every second window the attackers of `attackers.py` run beside them. The server has the first
-core, clients and attackers share the second, attackers at a lower priority: their own work takes no time from the
-server. All traffic goes to 127.0.0.1. Nothing else may run on the machine meanwhile.
+the model in process. In every second window the attackers of `attackers.py` run beside them. With `--cores split` the
+server has the first core, and clients and attackers share the second: what attackers compute themselves takes no time
+from the server. Attackers run at a lower priority. All traffic goes to 127.0.0.1. Nothing else may run on the machine
+meanwhile.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from hasten.metrics.statistics import median_ratio
 from hasten.stress.load import arrivals
 
 HERE = Path(__file__).parent
-SERVER_CORES, CLIENT_CORES = {0}, {1}
+# The cores of the server, and those of clients and attackers.
+CORES: dict[str, tuple[set[int], set[int]]] = {"split": ({0}, {1}), "shared": ({0, 1}, {0, 1})}
 CONNECTIONS = 32
 # Lower than the defaults (30 s, 4096), so that a window sees each of them several times.
 OPTIONS = "--read-timeout 5s --max-connections 512"
@@ -178,14 +180,14 @@ class _Client(asyncio.Protocol):
         self._clients.lost(self, self._text, self._due)
 
 
-def probe(results: Connection, port: int, grpc_port: int, model: str) -> None:
+def probe(results: Connection, port: int, grpc_port: int, model: str, cores: set[int]) -> None:
     """Ask for readiness over HTTP and for an inference over gRPC ten times a second; the main of a process."""
     import grpc
     from http_requests import KeepAliveConnection
 
     from hasten.server.grpc.protobuf import message
 
-    os.sched_setaffinity(0, CLIENT_CORES)
+    os.sched_setaffinity(0, cores)
     data = TEXTS[2].encode()
     tensor = {"name": "text", "datatype": "BYTES", "shape": [1]}
     contents = [len(data).to_bytes(4, "little") + data]
@@ -244,14 +246,16 @@ async def study(server: RunningServer, expected: Sequence[Any], args: argparse.N
     spawn = multiprocessing.get_context("spawn")
     commands, theirs = spawn.Pipe()
     probing, probes_theirs = spawn.Pipe()
-    size = args.requests // (2 * args.pairs)
+    size, client_cores = args.requests // (2 * args.pairs), CORES[args.cores][1]
     target = Target(server.port, server.grpc_port, args.tiny.resolve().name, MAX_CONNECTIONS)
     # They stop by themselves if a window takes much longer than it should.
     limit_s = 60 + 3 * size / args.rate
     attackers = spawn.Process(
-        target=run_attackers, args=(theirs, target, args.only, CLIENT_CORES, limit_s), daemon=True
+        target=run_attackers, args=(theirs, target, args.only, client_cores, limit_s), daemon=True
     )
-    prober = spawn.Process(target=probe, args=(probes_theirs, server.port, server.grpc_port, target.model), daemon=True)
+    prober = spawn.Process(
+        target=probe, args=(probes_theirs, server.port, server.grpc_port, target.model, client_cores), daemon=True
+    )
     for process in (attackers, prober):
         process.start()
     theirs.close()
@@ -363,6 +367,9 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1750.0, help="requests per second of the good clients")
     parser.add_argument("--warm-up", type=int, default=20_000, help="requests of each kind of window before the first")
     parser.add_argument("--pause", type=float, default=1.0, help="seconds between two windows")
+    parser.add_argument(
+        "--cores", choices=list(CORES), default="split", help="whether the server has a core of its own"
+    )
     parser.add_argument("--options", default=OPTIONS, help="options of hasten serve")
     parser.add_argument("--only", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("-o", "--output", type=Path, default=HERE.parent / "results" / "serving_attack.json")
@@ -373,15 +380,16 @@ def main() -> None:
         with hasten.load(args.tiny, threads=1) as model:
             expected = [model(text)[0] for text in TEXTS]
         # The server inherits the affinity.
-        os.sched_setaffinity(0, SERVER_CORES)
+        os.sched_setaffinity(0, CORES[args.cores][0])
         with RunningServer(hasten_contender(args.tiny, *args.options.split())) as server:
-            os.sched_setaffinity(0, CLIENT_CORES)
+            os.sched_setaffinity(0, CORES[args.cores][1])
             results |= uvloop.run(study(server, expected, args))
             log = server.log()
         exit_code = server.process.returncode
     results["summary"] |= {"exit_code": exit_code, "tracebacks": log.count("Traceback")}
     results |= {
         "options": args.options,
+        "cores": args.cores,
         "attacks": args.only,
         "rates": {n: [KINDS[n].at_once, KINDS[n].per_second] for n in args.only},
     }
