@@ -1,10 +1,11 @@
 """Fuzz bundles: no mutated bundle may execute code, read other files, crash, hang or raise anything but a HastenError.
 
-    python benchmarks/fuzz_bundles.py --bundle BUNDLE [--bundle BUNDLE …] --count 10000 --seed 0
+    python benchmarks/fuzz_bundles.py [--bundle BUNDLE …] --count 10000 --processes 2
 
-Each mutated bundle is opened, run, checked, printed and verified in a worker process that is restarted when it dies.
-A bundle that was not sealed again must fail or answer as before. An audit hook reports code that is executed and files
-outside the bundle. Seed and number reproduce a bundle: `--first N --count 1 --keep DIR`.
+Without --bundle, three tiny bundles are built (tiny_bundles.py) and mutated in turn. Each mutated bundle is opened,
+run, checked, printed and verified in a worker process that is restarted when it dies. A bundle that was not sealed
+again must fail or answer as before. An audit hook reports code that is executed and files outside the bundle. Seed and
+number reproduce a bundle: `--first N --count 1 --keep DIR`; after a fix, `--retry` tries those with faults again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ import msgspec
 
 from bundle_mutations import BundleMutator
 from provenance import provenance
+from tiny_bundles import build_tiny_bundles
 
 TIMEOUT_S = 120.0
 MEMORY_BYTES = 6 * 2**30
@@ -277,15 +280,59 @@ def study(
     }  # fmt: skip
 
 
+def merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the results of ranges of numbers that were tried separately as those of one; seconds are summed."""
+    merged = dict(parts[0])
+    for part in parts[1:]:
+        for name in ("bundles", "seconds", "restarts", "faults"):
+            merged[name] += part[name]
+        merged["mutations"] = _sum(merged["mutations"], part["mutations"])
+        merged["outcomes"] = {use: _sum(merged["outcomes"][use], part["outcomes"][use]) for use in USES}
+    return merged
+
+
+def retry(file: Path, bundles: Sequence[Path]) -> int:
+    """Try the bundles with faults of a result file again, and record there what they do now."""
+    results = json.loads(file.read_text())
+    numbers = sorted({fault["number"] for fault in results["faults"]})
+    faults = [fault for number in numbers for fault in study(bundles, number, 1, results["seed"])["faults"]]
+    origin = provenance()
+    results["retried"] = {
+        "created": origin["created"],
+        "commit": origin["commit"],
+        "numbers": numbers,
+        "faults": faults,
+    }
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    print(f"{len(numbers)} bundles again: {len(faults)} faults")
+    return 1 if faults else 0
+
+
+def _sum(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:
+    return dict(sorted((Counter(first) + Counter(second)).items()))
+
+
+def describe(bundle: Path) -> dict[str, str]:
+    """Return what a reader needs to know about a bundle that was mutated."""
+    from hasten.bundle import open_bundle
+
+    opened = open_bundle(bundle)
+    return {"name": bundle.resolve().name, "task": opened.manifest.task.name, "variant": opened.chosen.name}
+
+
 def main() -> int:
     """Run the study and write its result file, or be its worker."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bundle", type=Path, action="append", required=True, help="bundle to mutate; may be repeated")
+    parser.add_argument("--bundle", type=Path, action="append", help="bundle to mutate; may be repeated")
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1, help="worker processes; each takes a range of the numbers")
     parser.add_argument("--max-seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--keep", type=Path, help="copy the mutated bundles to this directory")
+    parser.add_argument(
+        "--retry", action="store_true", help="try only the bundles with faults of the result file again"
+    )
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     default = Path(__file__).parent / "results" / "fuzz_bundles.json"
     parser.add_argument("-o", "--output", type=Path, default=default)
@@ -299,7 +346,19 @@ def main() -> int:
             replies.write(json.dumps(message) + "\n")
         return 0
     origin = provenance()
-    measured = study(args.bundle, args.first, args.count, args.seed, keep=args.keep, max_s=args.max_seconds)
+    with tempfile.TemporaryDirectory(prefix="hasten-fuzz-") as folder:
+        bundles = args.bundle or build_tiny_bundles(Path(folder))
+        if args.retry:
+            return retry(args.output, bundles)
+        origin["mutated"] = [describe(bundle) for bundle in bundles]
+        starts = [args.first + args.count * index // args.processes for index in range(args.processes + 1)]
+
+        def part(index: int) -> dict[str, Any]:
+            count = starts[index + 1] - starts[index]
+            return study(bundles, starts[index], count, args.seed, keep=args.keep, max_s=args.max_seconds)
+
+        with ThreadPoolExecutor(args.processes) as pool:
+            measured = merge(list(pool.map(part, range(args.processes))))
     args.output.write_bytes(msgspec.json.format(msgspec.json.encode({**origin, **measured}), indent=1) + b"\n")
     print(f"{measured['bundles']} bundles: {len(measured['faults'])} faults, {measured['outcomes']}")
     return 1 if measured["faults"] else 0

@@ -1,6 +1,6 @@
 """Fuzz the gRPC server: no message may cause an internal error, a hang, a crash or a traceback.
 
-    python benchmarks/serving/fuzz_grpc.py --bundle BUNDLE --requests 10000 --seed 0
+    python benchmarks/serving/fuzz_grpc.py --bundle BUNDLE --requests 20000 --seed 0
 
 Messages are valid inference requests with other names, types, shapes and sizes, and with changed bytes; some calls are
 cancelled. Every hundredth request is a connection that sends random bytes or damaged HTTP/2 frames.
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
+from environments import provenance_with_versions
 from tritonclient.grpc import service_pb2
 
 METHODS = ("ModelInfer", "ModelMetadata", "ModelReady", "ModelConfig", "RepositoryIndex", "ServerMetadata", "Nope")
@@ -104,12 +106,15 @@ def fuzz(port: int, model: str, total: int, seed: int) -> tuple[Counter[str], li
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve the bundle, fuzz the server and print the outcome."""
+    """Serve the bundle, fuzz the server, write the result file and print the outcome."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", type=Path, required=True, help="bundle of an encoder to serve")
-    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
+    default = Path(__file__).parents[1] / "results" / "fuzz_grpc.json"
+    parser.add_argument("-o", "--output", type=Path, default=default)
     args = parser.parse_args(arguments)
+    results: dict[str, Any] = provenance_with_versions({"hasten": sys.executable})
     with tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, "-m", "hasten", "serve", str(args.bundle), "--port", "0", "--grpc-port", "0"]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -132,6 +137,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log = errors.read()
     if not alive or code != 0 or "Traceback" in log:
         faults.append(f"the server ended with code {code}: {log[-3000:]}")
+    results |= {
+        "seed": args.seed, "requests": args.requests, "seconds": round(seconds, 1),
+        "statuses": dict(sorted(counts.items())), "exit_code": code, "faults": faults,
+    }  # fmt: skip
+    args.output.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
     print(f"{args.requests} requests in {seconds:.1f} s: {dict(counts)}; {len(faults)} faults", *faults[:20], sep="\n")
     return 1 if faults else 0
 

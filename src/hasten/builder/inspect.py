@@ -116,12 +116,16 @@ def _cache_size(bundle: Bundle) -> CacheView | None:
     from onnx.helper import tensor_dtype_to_np_dtype
 
     sizes = {PAST: 0, CROSS: 0}
-    for entry in inputs:
-        for prefix in sizes:
-            if entry.name.startswith(prefix):
-                _, heads, _, width = entry.type.tensor_type.shape.dim
-                number_bytes = tensor_dtype_to_np_dtype(entry.type.tensor_type.elem_type).itemsize
-                sizes[prefix] += heads.dim_value * width.dim_value * number_bytes
+    try:
+        for entry in inputs:
+            for prefix in sizes:
+                if entry.name.startswith(prefix):
+                    _, heads, _, width = entry.type.tensor_type.shape.dim
+                    number_bytes = tensor_dtype_to_np_dtype(entry.type.tensor_type.elem_type).itemsize
+                    sizes[prefix] += heads.dim_value * width.dim_value * number_bytes
+    # Other ranks, unknown types, and names that are not UTF-8, which protobuf returns as bytes.
+    except (ValueError, KeyError, TypeError) as error:
+        raise BundleError(f"{artifact.path(DECODER)} is not the graph of a decoder: {error}") from error
     return CacheView(sizes[PAST], sizes[CROSS], sizes[PAST] * artifact.signature.max_length)
 
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from hasten.backends import MODEL
+from hasten.backends import DECODER, MODEL
 from hasten.builder.inspect import inspect, open_viewer
 from hasten.bundle import Bundle, Manifest, VariantEntry, open_bundle
+from hasten.bundle.manifest import sha256
 from hasten.cli import main
 from hasten.core.errors import BundleError, PlanError, StageError
 from hasten.core.report import Pass, Report, Unfused
@@ -46,7 +47,6 @@ def with_openvino(
     bundle: Bundle, make_manifest: Callable[..., Manifest], reseal: Callable[..., None]
 ) -> Callable[[str], Bundle]:
     """Add a variant whose graph is the given XML to a bundle, with valid digests."""
-    from hasten.bundle.manifest import sha256
 
     def write(xml: str) -> Bundle:
         folder = bundle.path / "variants" / "openvino-fp32"
@@ -82,6 +82,22 @@ def test_invalid_openvino_graph_is_rejected(with_openvino: Callable[[str], Bundl
 def test_invalid_onnx_graph_is_rejected(bundle: Bundle) -> None:
     with pytest.raises(StageError, match="is not an ONNX graph"):
         inspect(bundle)
+
+
+@pytest.mark.parametrize(("shape", "name"), [([1, 2, 3, 4], b"past\xff0"), ([1, 2], b"past.0")])
+def test_invalid_decoder_graph_is_rejected(
+    bundle: Bundle, reseal: Callable[..., None], shape: list[int], name: bytes
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    entry = bundle.manifest.variants[0]
+    past = onnx.helper.make_tensor_value_info("past.0", onnx.TensorProto.FLOAT, shape)
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "decoder", [past], []))
+    relative = f"variants/{entry.name}/model.onnx"
+    (bundle.path / relative).write_bytes(model.SerializeToString().replace(b"past.0", name))
+    files = bundle.manifest.files | {relative: sha256(bundle.path / relative)}
+    reseal(bundle, variants=(replace(entry, graphs={DECODER: "model.onnx"}),), graphs={}, files=files)
+    with pytest.raises(BundleError, match="is not the graph of a decoder"):
+        inspect(open_bundle(bundle.path))
 
 
 def test_changed_file_is_rejected(bundle: Bundle) -> None:

@@ -25,6 +25,11 @@ def test_unknown_input_is_an_error(tokenizer_file: Path) -> None:
         Tokenizer.open(tokenizer_file, TokenizerSpec(("input_ids", "pixels"), max_length=16))
 
 
+def test_manifest_without_inputs_is_an_error(tokenizer_file: Path) -> None:
+    with pytest.raises(BundleError, match="feeds no inputs"):
+        Tokenizer.open(tokenizer_file, TokenizerSpec((), max_length=16))
+
+
 def test_message_is_one_printable_line() -> None:
     error = StageError("\x1b]0;title\x07\nline two\u202e é")
     assert error.message == "\\x1b]0;title\\x07 line two\\u202e é"

@@ -82,6 +82,8 @@ class Tokenizer:
         """Load a `tokenizer.json`."""
         if unknown := set(spec.inputs) - set(_COLUMNS):
             raise BundleError(f"{file} cannot feed the inputs {', '.join(sorted(unknown))}")
+        if not spec.inputs:
+            raise BundleError(f"{file} feeds no inputs: the manifest names none")
         try:
             tokenizer = cls(FastTokenizer.from_file(str(file)), spec)
             # A file may be damaged where only a text shows it.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, TypeVar
 
 import msgspec
+import numpy as np
 
 from hasten.core import errors
 from hasten.core.errors import HastenError
@@ -25,9 +25,7 @@ DEFAULT_BODY_BYTES = 4 * 2**20
 # Lists and objects in a JSON body. A request has a few for each of its items, while `[],` takes 27 times its bytes once
 # it is decoded.
 _MAX_CONTAINERS = 2**16
-_QUOTE = ord('"')
-# A string, possibly unterminated, or the begin of a list or object. Without backtracking: linear in any input.
-_STRING_OR_CONTAINER = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
+_QUOTE, _LIST, _OBJECT = b'"[{'
 # A body up to this size is read before the client's API key is checked: it costs no more than headers may.
 _MAX_UNAUTHORIZED_BYTES = 2**16
 # Status in logs and metrics of a request whose client disconnected before it was answered (nginx's code).
@@ -206,11 +204,12 @@ def check_containers(body: bytes | memoryview) -> None:
     text = bytes(body)
     if text.count(b"[") + text.count(b"{") <= _MAX_CONTAINERS:
         return
-    containers = 0
-    for match in _STRING_OR_CONTAINER.finditer(text):
-        containers += text[match.start()] != _QUOTE
-        if containers > _MAX_CONTAINERS:
-            raise errors.TooLargeError(f"the JSON has more than {_MAX_CONTAINERS} lists and objects")
+    # Without escapes, a byte is outside strings after an even number of quotes. With NumPy, since a loop over millions
+    # of strings would compete with the event loop for the interpreter lock for a quarter of a second.
+    codes = np.frombuffer(text.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+    is_outside = np.cumsum(codes == _QUOTE, dtype=np.uint8) & 1 == 0
+    if np.count_nonzero(((codes == _LIST) | (codes == _OBJECT)) & is_outside) > _MAX_CONTAINERS:
+        raise errors.TooLargeError(f"the JSON has more than {_MAX_CONTAINERS} lists and objects")
 
 
 def read_json(body: bytes | memoryview, kind: type[Body]) -> Body:
