@@ -84,5 +84,7 @@ if __name__ == "__main__":
         factory=True,
         port=int(arguments.port),
         workers=workers,
+        # While they import, workers answer their supervisor late, and it would replace them.
+        timeout_worker_healthcheck=60,
         log_level="warning",
     )
