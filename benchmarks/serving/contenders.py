@@ -1,4 +1,4 @@
-"""Servers of the same model: how each is started, called and stopped."""
+"""Servers of the same model: how hasten is started, and how any is called and stopped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from environments import PEERS
-from http_requests import RequestFormat, binary_format, json_format
+from http_requests import RequestFormat, binary_format
+from peers.options import Options
 
 from hasten.bundle import Bundle, open_bundle
 
@@ -36,6 +37,8 @@ class Contender:
     ready_path: str = "/health"
     # Whether it uses the CPU while it has no requests.
     is_busy_when_idle: bool = False
+    # The configuration of a peer.
+    options: Options | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,30 +79,6 @@ def hasten_server(bundle: Path, labels: list[str], *options: str, name: str = "h
     arguments = ("serve", str(bundle), "--port", "{port}", "--grpc-port", "{grpc}", *options)
     request_format = binary_format(bundle.resolve().name, "logits", [1], labels)
     return Contender(name, (sys.executable, "-m", "hasten", *arguments), request_format, "/v2/health/ready")
-
-
-def peer_server(model: ServedModel, file: str, graph: Path, name: str, *, is_busy_when_idle: bool = False) -> Contender:
-    """Return a server from `peers/`."""
-    command = (model.peers, str(PEERS / file), str(model.model), str(graph), "{port}")
-    return Contender(name, command, json_format(), is_busy_when_idle=is_busy_when_idle)
-
-
-def triton_server(model: ServedModel, graph: Path, name: str) -> Contender:
-    """Return tritonserver with a Python model."""
-    arguments = (str(PEERS / "triton_onnxruntime.py"), str(model.model), str(graph), "{port}", "{grpc}", "{folder}")
-    request_format = binary_format("classifier", "scores", [1, 1], model.labels)
-    return Contender(name, (model.triton, *arguments), request_format, "/v2/health/ready")
-
-
-def all_peers(model: ServedModel, graph: Path, graph_name: str) -> list[Contender]:
-    """Return every peer with ONNX Runtime and this graph, and FastAPI with transformers."""
-    return [
-        peer_server(model, "fastapi_transformers.py", graph, "FastAPI, transformers"),
-        peer_server(model, "fastapi_onnxruntime.py", graph, f"FastAPI, {graph_name}"),
-        peer_server(model, "litserve_onnxruntime.py", graph, f"LitServe, {graph_name}", is_busy_when_idle=True),
-        peer_server(model, "ray_onnxruntime.py", graph, f"Ray Serve, {graph_name}", is_busy_when_idle=True),
-        triton_server(model, graph, f"tritonserver, {graph_name}"),
-    ]
 
 
 class RunningServer:

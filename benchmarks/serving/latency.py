@@ -3,7 +3,8 @@
     python benchmarks/serving/latency.py --model DIR [--bundle DIR] [--peers ENV] [--triton ENV]
 
 DIR of a text classifier as Hugging Face saves it; ENV are virtual environments of the peers, created if missing. Every
-server alternates with the same work in process, on the same graph where possible; the difference is the overhead.
+server alternates with the same work in process, in its own environment and on the same graph where possible; the
+difference is the overhead. Peers run one instance on all cores without batching, which answers a lone request soonest.
 Servers are stopped (SIGSTOP) between their turns, since some use the CPU while they have no requests. Nothing else may
 run on the machine meanwhile.
 """
@@ -19,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +30,6 @@ from contenders import (
     Contender,
     RunningServer,
     ServedModel,
-    all_peers,
     build_unless_given,
     export_stock_graph,
     hasten_server,
@@ -37,6 +37,7 @@ from contenders import (
 )
 from environments import PEERS, peers_python, provenance_with_versions, triton_python
 from http_requests import KeepAliveConnection, json_format
+from peer_servers import ALL_PEERS, lone_request_options
 
 from hasten.bundle import open_bundle
 from hasten.core.system.hardware import usable_cores
@@ -52,6 +53,8 @@ TARGETS_MS = {"hasten, HTTP binary": 0.35, "hasten, JSON": 0.45, "hasten, gRPC":
 # The work in process, started by a byte on a socket.
 RAW_SOCKET = "a bare socket around it"
 HASTEN, STOCK, PIPELINE = "in process", "in process, tokenizers and ONNX Runtime", "in process, transformers"
+# tritonserver's Python backend has an environment of its own, with NumPy 1.
+STOCK_IN_TRITON = f"{STOCK} in tritonserver's environment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,7 @@ def main() -> None:
             "runs": args.runs,
             "turns": args.turns,
             "requests": args.requests,
+            "peer_options": asdict(lone_request_options()),
             "contenders": {name: summary(name, own_turns) for name, own_turns in turns.items()},
         }
     args.output.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
@@ -117,7 +121,8 @@ def concurrent_groups(model: ServedModel, only: str) -> Iterator[list[Contender]
     threads = str(usable_cores())
     graph, variant = model.best_graph()
     ours = hasten_server(model.bundle, model.labels, "--variant", variant, "--instances", "1", "--threads", threads)
-    peers = [peer for peer in all_peers(model, graph, "the same graph") if only in peer.name]
+    options = lone_request_options()
+    peers = [peer.server(model, graph, "the same graph", options) for peer in ALL_PEERS if only in peer.name]
     yield [ours, *(peer for peer in peers if not peer.is_busy_when_idle)]
     for peer in peers:
         if peer.is_busy_when_idle:
@@ -171,9 +176,10 @@ def _interfaces(model: ServedModel, server: RunningServer) -> Iterator[Interface
         yield Http("hasten, JSON", HASTEN, server.port, json_format().request(text))
         yield _Grpc("hasten, gRPC", HASTEN, server.grpc_port, model.bundle.resolve().name, "logits", [1], text)
         return
-    base = PIPELINE if "transformers" in contender.name else STOCK
+    is_triton = contender.name.startswith("tritonserver")
+    base = STOCK_IN_TRITON if is_triton else PIPELINE if "transformers" in contender.name else STOCK
     yield Http(contender.name, base, server.port, contender.format.request(text))
-    if contender.name.startswith("tritonserver"):
+    if is_triton:
         yield _Grpc(f"{contender.name}, gRPC", base, server.grpc_port, "classifier", "scores", [1, 1], text)
 
 
@@ -272,11 +278,13 @@ def in_process(model: ServedModel, name: str) -> Iterator[_InProcess]:
     """Start the process that does the work without a server."""
     text = text_of_length(model.bundle, TOKENS)
     graph, variant = model.best_graph()
+    threads = str(usable_cores())
     if name == HASTEN:
-        command = [sys.executable, str(HERE / "in_process.py"), str(model.bundle), variant, str(usable_cores()), text]
+        command = [sys.executable, str(HERE / "in_process.py"), str(model.bundle), variant, threads, text]
     else:
         kind = "pipeline" if name == PIPELINE else "classifier"
-        command = [model.peers, str(PEERS / "in_process.py"), kind, str(model.model), str(graph), text]
+        python = model.triton if name == STOCK_IN_TRITON else model.peers
+        command = [python, str(PEERS / "in_process.py"), kind, str(model.model), str(graph), text, threads]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     first_line = process.stdout.readline().split()

@@ -1,18 +1,23 @@
 """Measure throughput under mixed traffic: 32 clients, SST-2 sentences and long reviews, every server in turn.
 
     python benchmarks/serving/throughput.py --model DIR --data sst2_validation.jsonl [--bundle DIR] [--reviews FILE]
-        [--peers ENV] [--triton ENV]
+        [--peers ENV] [--triton ENV] [--tune]
 
-One server runs at a time; rounds alternate between them. The accuracy of each on the labelled sentences is measured
-first. Nothing else may run on the machine meanwhile.
+`--tune` measures every configuration of every peer first and records them; without it, the configurations in the output
+file are used. Each peer then runs in its best one. One server runs at a time; rounds alternate between them. The
+accuracy of each on the labelled sentences is measured first. A bundle that was built with `--keep all` is served with
+its chosen variant as well, if that is not the ONNX Runtime variant whose graph the peers get. Nothing else may run on
+the machine meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +28,22 @@ from contenders import (
     Contender,
     RunningServer,
     ServedModel,
-    all_peers,
     build_unless_given,
     export_stock_graph,
     hasten_server,
-    peer_server,
     variant_names,
 )
 from environments import peers_python, provenance_with_versions, triton_python
+from peer_servers import ALL_PEERS, FASTAPI, Peer
 from traffic import Traffic, read_traffic, traffic_parser
+from tuning import best_options, tune
 
 from hasten.metrics.statistics import median_ratio
 
 TARGET_RATIO, TARGET_PADDING = 1.5, 0.05
-CHOSEN, FP32 = "hasten", "hasten, fp32"
+# hasten with the variant whose graph the peers get, in fp32, and with the variant that its build chose, if another.
+SAME_GRAPH, FP32, CHOSEN = "hasten", "hasten, fp32", "hasten, chosen variant"
+STOCK_GRAPH = "ONNX Runtime fp32"
 # In the name of peers that run hasten's graph.
 HASTEN_GRAPH = "our graph"
 
@@ -50,22 +57,17 @@ def main() -> None:
         bundle = build_unless_given(args.model, args.bundle, Path(work))
         stock_graph = export_stock_graph(pythons["peers"], args.model, Path(work))
         model = ServedModel(args.model, stock_graph, bundle, pythons["peers"], pythons["triton"])
-        contenders = [each for each in all_contenders(model) if args.only in each.name or "hasten" in each.name]
-        rows: dict[str, dict[str, Any]] = {}
-        for number in range(args.rounds):
-            for contender in contenders:
-                row = rows.setdefault(contender.name, {"rounds": []})
-                with RunningServer(contender) as server:
-                    if number == 0:
-                        row["judged"] = measure_accuracy(server, traffic, args.rows)
-                    row["rounds"].append(measure_round(server, traffic, args, seed=number))
-                print(f"{contender.name:<32} {row['rounds'][-1]['per_second']:7.1f}/s", file=sys.stderr)
+        peers = [peer for peer in ALL_PEERS if args.only in peer.name]
+        tuning = tune(model, peers, STOCK_GRAPH, traffic, args) if args.tune else recorded_tuning(args.output)
+        rows = measure_rounds(list(all_contenders(model, peers, tuning)), traffic, args)
     results = provenance_with_versions(pythons) | {
         "bundle": variant_names(bundle),
+        "graph": model.best_graph()[1],
         "clients": args.clients,
         "share_of_long_texts": args.share,
         "long_texts": traffic.source,
         "seconds": args.seconds,
+        "tuning": tuning,
         "contenders": rows,
         **ratios(rows),
     }
@@ -73,13 +75,51 @@ def main() -> None:
     report(msgspec.to_builtins(results))
 
 
-def all_contenders(model: ServedModel) -> Iterator[Contender]:
-    """Yield hasten with its chosen variant and in fp32, all peers, and FastAPI with hasten's graph."""
-    graph, _ = model.best_graph()
-    yield hasten_server(model.bundle, model.labels, name=CHOSEN)
+def recorded_tuning(output: Path) -> dict[str, Any]:
+    """Return the tuning of the peers from the output file of an earlier run."""
+    tuning = json.loads(output.read_text()).get("tuning") if output.exists() else None
+    if tuning is None:
+        raise SystemExit(f"error: {output} has no tuning of the peers. Hint: run with --tune")
+    recorded: dict[str, Any] = tuning
+    return recorded
+
+
+def all_contenders(model: ServedModel, peers: list[Peer], tuning: dict[str, Any]) -> Iterator[Contender]:
+    """Yield hasten, all peers in their best configurations, and the two best of them with hasten's graph.
+
+    FastAPI is always one of the two, since it is what most people write.
+    """
+    graph, variant = model.best_graph()
+    yield hasten_server(model.bundle, model.labels, "--variant", variant, name=SAME_GRAPH)
     yield hasten_server(model.bundle, model.labels, "--variant", "onnxruntime-fp32", name=FP32)
-    yield from all_peers(model, model.graph, "ONNX Runtime fp32")
-    yield peer_server(model, "fastapi_onnxruntime.py", graph, f"FastAPI, {HASTEN_GRAPH}")
+    if variant_names(model.bundle)["chosen"] != variant:
+        yield hasten_server(model.bundle, model.labels, name=CHOSEN)
+    tuned: dict[Peer, tuple[Contender, float]] = {}
+    for peer in peers:
+        name = peer.row_name(STOCK_GRAPH)
+        options, per_second = best_options(tuning, name)
+        contender = peer.server(model, model.graph, STOCK_GRAPH, options)
+        tuned[peer] = contender, per_second
+        yield contender
+    with_graph = [peer for peer in tuned if peer.has_graph and peer != FASTAPI]
+    best = sorted(with_graph, key=lambda peer: -tuned[peer][1])[:1]
+    for peer in [*([FASTAPI] if FASTAPI in tuned else []), *best]:
+        yield peer.server(model, graph, HASTEN_GRAPH, best_options(tuning, peer.row_name(STOCK_GRAPH))[0])
+
+
+def measure_rounds(contenders: list[Contender], traffic: Traffic, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the accuracy, the configuration and the rounds of each contender by its name."""
+    rows: dict[str, dict[str, Any]] = {}
+    for number in range(args.rounds):
+        for contender in contenders:
+            options = asdict(contender.options) if contender.options else None
+            row = rows.setdefault(contender.name, {"options": options, "rounds": []})
+            with RunningServer(contender) as server:
+                if number == 0:
+                    row["judged"] = measure_accuracy(server, traffic, args.rows)
+                row["rounds"].append(measure_round(server, traffic, args, seed=number))
+            print(f"{contender.name:<32} {row['rounds'][-1]['per_second']:7.1f}/s", file=sys.stderr)
+    return rows
 
 
 def measure_accuracy(server: RunningServer, traffic: Traffic, rows: int | None) -> dict[str, Any]:
@@ -126,7 +166,8 @@ def measure_round(server: RunningServer, traffic: Traffic, args: argparse.Namesp
 def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return hasten's throughput over the best peer with the stock graph and the best with hasten's graph."""
     rates = {name: np.array([each["per_second"] for each in row["rounds"]]) for name, row in rows.items()}
-    peers = {name: float(np.median(rate)) for name, rate in rates.items() if not name.startswith("hasten")}
+    ours = {name: rate for name, rate in rates.items() if name.startswith("hasten")}
+    peers = {name: float(np.median(rate)) for name, rate in rates.items() if name not in ours}
     with_stock_graph = {name: rate for name, rate in peers.items() if HASTEN_GRAPH not in name}
     with_hasten_graph = {name: rate for name, rate in peers.items() if HASTEN_GRAPH in name}
     groups = (with_stock_graph, with_hasten_graph)
@@ -134,9 +175,9 @@ def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     # median_ratio compares times, so rates are inverted.
     return {
         "ratios": [
-            {"ours": ours, "peer": name, "ratio": median_ratio(1 / rates[name], 1 / rates[ours])}
-            for name in best
-            for ours in (CHOSEN, FP32)
+            {"ours": name, "peer": peer, "ratio": median_ratio(1 / rates[peer], 1 / rate)}
+            for peer in best
+            for name, rate in ours.items()
         ]
     }
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from generator import cpu_study, serving_studies, studies
+from generator import cpu_study, serving_studies, serving_throughput, studies
 from generator.results import GENERATED
 
 _STUDIES = (
     cpu_study.cpu,
     studies.first_answer,
     serving_studies.latency,
-    serving_studies.throughput,
+    serving_throughput.throughput,
     serving_studies.endurance,
     studies.generation,
     studies.gpu,

@@ -1,22 +1,16 @@
-"""The benchmark studies of the server: latency, throughput, overload and the number of pods for a given traffic."""
+"""The benchmark studies of the server: latency, overload and the number of pods for a given traffic."""
 
 from __future__ import annotations
 
 import math
-from statistics import median
 from typing import Any
 
-from generator.results import cpu_name, day, duration, interval, load, machine_line, table
+from generator.results import cpu_name, duration, interval, load, machine_line, table
+from generator.serving_throughput import HASTEN, machine_and_day, over_rounds, without_tuning
 from generator.studies import Study
 
-HASTEN, HASTEN_FP32 = "hasten", "hasten, fp32"
-FASTAPI_SAME_GRAPH, FASTAPI_FP32 = "FastAPI, our graph", "FastAPI, ONNX Runtime fp32"
-_LABELS = {
-    "a bare socket around it": "raw socket (lower bound)",
-    FASTAPI_SAME_GRAPH: "FastAPI, hasten's graph",
-}
-_LATENCY = ("serving_latency", "serving_latency_arm64", "serving_latency_server")
-_THROUGHPUT = ("serving_throughput", "serving_throughput_arm64")
+_RAW_SOCKET = "a bare socket around it"
+_LATENCY = ("serving_latency", "serving_latency_arm64")
 _ENDURANCE = ("serving_endurance", "serving_endurance_arm64")
 # Assumptions of the worked example.
 _REQUESTS_PER_MINUTE, _UTILISATION, _ZONES = 1_000_000, 0.6, 3
@@ -27,16 +21,25 @@ def latency() -> Study:
     runs = [load(file) for file in _LATENCY]
     answer: list[str] = []
     for results in runs:
-        contenders = {name: row for name, row in results["contenders"].items() if row["base"] != name}
+        contenders = results["contenders"]
+        servers = {name: row for name, row in contenders.items() if row["base"] != name}
         rows = [
-            [_LABELS.get(name, name), interval(row["added_ms"], " ms"), duration(row["p50_ms"])]
-            for name, row in sorted(contenders.items(), key=lambda item: float(item[1]["added_ms"]["value"]))
+            [
+                "raw socket (lower bound)" if name == _RAW_SOCKET else name,
+                interval(row["added_ms"], " ms"),
+                duration(row["p50_ms"]),
+                duration(contenders[row["base"]]["p50_ms"]),
+            ]
+            for name, row in sorted(servers.items(), key=lambda item: float(item[1]["added_ms"]["value"]))
         ]
         title = f"overhead per request ({results['tokens']} tokens), median (IQR)"
+        header = ["server", title, "p50 of the whole request", "p50 of its work in process"]
         answer += [
-            f"{machine_and_day(results)}, `{results['graph']}`:",
+            f"{machine_and_day(results)}, `{results['graph']}`{without_tuning(results, 'peer_options')}:",
             "",
-            *table(["server", title, "p50 of the whole request"], rows),
+            *table(header, rows),
+            "",
+            _faster_for_one_client(servers),
             "",
         ]
     return Study(
@@ -45,8 +48,11 @@ def latency() -> Study:
         answer=answer[:-1],
         method=(
             "One client, one request at a time, connection kept alive; an SST-2 classifier of MiniLM's size.",
-            "Overhead is the time of a request minus that of the same work in process, measured in alternating turns. "
-            "*The same graph* means that the peer runs the ONNX graph that hasten serves.",
+            "Overhead is the median over turns of the time of a request minus that of the same work in process, in the "
+            "server's own environment and in the same turn; it may differ from the difference of the two p50. *The "
+            "same graph* means that the peer runs the ONNX graph that hasten serves.",
+            "All servers run one instance with as many threads as cores. Unless its table says otherwise, a peer does "
+            "not batch, which answers a lone request soonest. tritonserver runs the model in its Python backend.",
             "Servers that are not measured at the moment are stopped (SIGSTOP).",
             "The machines are virtual and shared; the quartiles over turns show the noise.",
         ),
@@ -56,55 +62,26 @@ def latency() -> Study:
     )
 
 
-def throughput() -> Study:
-    """Return the study of requests per second under mixed traffic, with the configuration of the peers."""
-    runs = [load(file) for file in _THROUGHPUT]
-    answer: list[str] = []
-    for results in runs:
-        contenders = results["contenders"]
-        names = sorted(contenders, key=lambda name: -over_rounds(contenders[name], "per_second"))
-        rows = [
-            [
-                _LABELS.get(name, name),
-                f"{over_rounds(contenders[name], 'per_second'):.0f}",
-                duration(over_rounds(contenders[name], "p50_ms")),
-                duration(over_rounds(contenders[name], "p99_ms")),
-                f"{contenders[name]['judged']['accuracy']:.3f}",
-            ]
-            for name in names
-        ]
-        answer += [
-            f"{machine_and_day(results)}, hasten with `{results['bundle']['chosen']}`:",
-            "",
-            *table(["server", "requests/s", "p50", "p99", "accuracy"], rows),
-            "",
-        ]
-    first = runs[0]
-    versions = first["versions"]["peers"] | first["versions"].get("triton", {})
-    return Study(
-        title="Serving throughput",
-        question="How many requests per second does a server answer under mixed traffic?",
-        answer=answer[:-1],
-        method=(
-            f"{first['clients']} clients, each waiting for its answer; {first['share_of_long_texts']:.0%} of the texts "
-            "are long film reviews, the others SST-2 sentences. Medians over rounds that go through all servers; one "
-            "server is alive at a time.",
-            "Accuracy is that of the answers to labelled SST-2 sentences before timing.",
-            "*hasten's graph* is the int8 graph that hasten serves; compare it with *hasten*. Compare fp32 rows with "
-            "*hasten, fp32*.",
-            f"FastAPI {versions['fastapi']}: a plain function in the thread pool, one ONNX Runtime session, no "
-            "batching. *FastAPI, transformers* queues requests for one pipeline, as in transformers' documentation.",
-            f"LitServe {versions['litserve']} and Ray Serve {versions['ray']}: `max_batch_size` 16 with a wait of 1 "
-            "ms, one worker. LitServe's default wait of 0 never batches.",
-            f"tritonserver (nvidia-pytriton {versions['nvidia-pytriton']}): Python backend with ONNX Runtime, "
-            "`dynamic_batching {}`, `max_batch_size` 16, one instance.",
-            "The three batching peers pad a batch to its longest text, so that one review slows down the sentences "
-            "batched with it. hasten batches texts of similar length. Peers were not tuned further.",
-        ),
-        machines=tuple(map(machine_line, runs)),
-        command="python benchmarks/serving/throughput.py --model DIR --data FILE --peers ENV --triton ENV",
-        files=_THROUGHPUT,
-    )
+def _faster_for_one_client(servers: dict[str, Any]) -> str:
+    """Return in words which peers answer a lone request sooner than hasten through the same kind of interface."""
+    hasten = {name: row for name, row in servers.items() if name.startswith("hasten")}
+    sooner = []
+    for name, row in servers.items():
+        if name in hasten or name == _RAW_SOCKET:
+            continue
+        is_grpc = name.endswith("gRPC")
+        ours, best = min(
+            ((our_name, our_row) for our_name, our_row in hasten.items() if our_name.endswith("gRPC") == is_grpc),
+            key=lambda item: float(item[1]["p50_ms"]),
+        )
+        parts = []
+        if row["p50_ms"] < best["p50_ms"]:
+            parts.append(f"answers sooner ({duration(row['p50_ms'])} against {duration(best['p50_ms'])})")
+        if row["added_ms"]["value"] < best["added_ms"]["value"]:
+            parts.append(f"adds less ({row['added_ms']['value']:.2f} ms against {best['added_ms']['value']:.2f} ms)")
+        if parts:
+            sooner.append(f"*{name}* {' and '.join(parts)} than *{ours}*")
+    return f"{'; '.join(sooner)}." if sooner else "No peer answers sooner or adds less than hasten."
 
 
 def endurance() -> Study:
@@ -194,13 +171,3 @@ def pods() -> Study:
         command="python benchmarks/serving/throughput.py --model DIR --data FILE",
         files=("serving_throughput", "serving_endurance"),
     )
-
-
-def over_rounds(contender: dict[str, Any], key: str) -> float:
-    """Return the median of a figure over the rounds of a contender."""
-    return median(float(each[key]) for each in contender["rounds"])
-
-
-def machine_and_day(results: dict[str, Any]) -> str:
-    """Return the machine and the date of a run, in a few words."""
-    return f"{cpu_name(results)}, {day(results)}"

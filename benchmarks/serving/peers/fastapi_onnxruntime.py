@@ -1,20 +1,17 @@
 """Serve with FastAPI and ONNX Runtime, as commonly done: a plain function that FastAPI runs in its thread pool.
 
-fastapi_onnxruntime.py MODEL GRAPH PORT
+It does not batch; requests run side by side in the threads of the pool.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import uvicorn
 from classifier import Classifier
 from fastapi import FastAPI
+from options import Options, parse_arguments
 from pydantic import BaseModel
-
-app = FastAPI()
-classify = Classifier(sys.argv[1], sys.argv[2])
 
 
 class PredictRequest(BaseModel):
@@ -23,17 +20,31 @@ class PredictRequest(BaseModel):
     inputs: str
 
 
-@app.post("/predict")
-def predict(request: PredictRequest) -> list[dict[str, Any]]:
-    """Return the label of a text."""
-    return classify([request.inputs])
+def create_app() -> FastAPI:
+    """Return the application of one worker."""
+    args = parse_arguments(__doc__)
+    app, classify = FastAPI(), Classifier(args.model, args.graph, Options.of(args))
 
+    @app.post("/predict")
+    def predict(request: PredictRequest) -> list[dict[str, Any]]:
+        return classify([request.inputs])
 
-@app.get("/health")
-def health() -> dict[str, str]:
-    """Return success."""
-    return {}
+    @app.get("/health")
+    def health() -> dict[str, str]:
+        return {}
+
+    return app
 
 
 if __name__ == "__main__":
-    uvicorn.run(app, port=int(sys.argv[3]), log_level="warning")
+    arguments = parse_arguments(__doc__)
+    workers = Options.of(arguments).instances
+    uvicorn.run(
+        "fastapi_onnxruntime:create_app",
+        factory=True,
+        port=int(arguments.port),
+        workers=workers,
+        # While they import, workers answer their supervisor late, and it would replace them.
+        timeout_worker_healthcheck=60,
+        log_level="warning",
+    )

@@ -1,6 +1,6 @@
 """Run a peer's predictions without a server: read a count per line from stdin, print the seconds of each prediction.
 
-in_process.py pipeline|classifier MODEL GRAPH TEXT
+in_process.py pipeline|classifier MODEL GRAPH TEXT THREADS
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ import sys
 import time
 
 
-def main(kind: str, model: str, graph: str, text: str) -> None:
+def main(kind: str, model: str, graph: str, text: str, threads: str) -> None:
     """Serve predictions of one text on stdin."""
     if kind == "pipeline":
+        import torch
         from transformers import pipeline
 
+        torch.set_num_threads(int(threads))
         predict = pipeline("text-classification", model=model, device="cpu")
     else:
         from classifier import Classifier
+        from options import Options
 
-        predict = Classifier(model, graph)
+        predict = Classifier(model, graph, Options(instances=1, threads=int(threads)))
     predict([text])
     print("ready", flush=True)
     for line in sys.stdin:

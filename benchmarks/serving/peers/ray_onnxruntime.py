@@ -1,13 +1,14 @@
-"""Serve with Ray Serve and ONNX Runtime, with @serve.batch: `ray_onnxruntime.py MODEL GRAPH PORT`."""
+"""Serve with Ray Serve and ONNX Runtime, with @serve.batch if there is batching."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import ray
+from options import BATCH_WAIT_S, Options, parse_arguments
 from ray import serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -17,24 +18,30 @@ from starlette.responses import JSONResponse
 class Service:
     """The classifier as a deployment."""
 
-    def __init__(self, model: str, graph: str) -> None:
+    def __init__(self, model: str, graph: str, options: Options) -> None:
         from classifier import Classifier
 
-        self.classify = Classifier(model, graph)
+        self.classify = Classifier(model, graph, options)
+        self.is_batching = options.max_batch_size > 1
+        self.answer_batch.set_max_batch_size(options.max_batch_size)
 
-    @serve.batch(max_batch_size=16, batch_wait_timeout_s=0.001)
-    async def answer(self, texts: list[str]) -> list[dict[str, Any]]:
+    @serve.batch(batch_wait_timeout_s=BATCH_WAIT_S)
+    async def answer_batch(self, texts: list[str]) -> list[dict[str, Any]]:
         """Return the labels of a batch."""
-        return self.classify(texts)
+        return await asyncio.to_thread(self.classify, texts)
 
     async def __call__(self, request: Request) -> JSONResponse:
         if request.url.path == "/health":
             return JSONResponse([])
-        return JSONResponse([await self.answer((await request.json())["inputs"])])
+        text = (await request.json())["inputs"]
+        if self.is_batching:
+            return JSONResponse([await self.answer_batch(text)])
+        return JSONResponse(await asyncio.to_thread(self.classify, [text]))
 
 
 if __name__ == "__main__":
-    model, graph, port = sys.argv[1:]
+    arguments = parse_arguments(__doc__)
+    chosen = Options.of(arguments)
     here = str(Path(__file__).parent)
     ray.init(
         include_dashboard=False,
@@ -42,8 +49,10 @@ if __name__ == "__main__":
         log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": here}},
     )
-    serve.start(http_options={"host": "127.0.0.1", "port": int(port)}, logging_config={"enable_access_log": False})
-    serve.run(Service.bind(model, graph), route_prefix="/")
+    http_options = {"host": "127.0.0.1", "port": int(arguments.port)}
+    serve.start(http_options=http_options, logging_config={"enable_access_log": False})
+    service = Service.options(num_replicas=chosen.instances)
+    serve.run(service.bind(arguments.model, arguments.graph, chosen), route_prefix="/")
     print("ready", flush=True)
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
     serve.shutdown()
