@@ -65,7 +65,7 @@ SIZES = {
 TINY = {"initializer_range": 0.2}
 POSITIONS = 192
 SHAPES = Shapes()
-TIMEOUT_S = 300
+TIMEOUT_S = 900
 MAX_REASON_CHARS = 400
 # The norm of the error over the norm of the output: above rounding errors, below a defect such as a lost mask.
 MAX_ERROR = dict.fromkeys(QUANTIZED, 0.4) | {Precision.FP32: 1e-4, Precision.FP16: 2e-2, Precision.BF16: 1e-1}
