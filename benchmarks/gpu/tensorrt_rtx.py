@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import transformers
 
 sys.path += [str(Path(__file__).parents[2] / name) for name in ("benchmarks", "tests")]
 
@@ -37,7 +38,7 @@ from hasten.builder.search.qdq_module import FP16_SCALES, calibrate_module, expo
 from hasten.builder.sources.locate import find_model
 from hasten.builder.sources.pytorch_model import LoadedModel, load_model
 from hasten.builder.sources.quiet import quiet_libraries
-from hasten.core.errors import HastenError, StageError
+from hasten.core.errors import HastenError, StageError, UnsupportedError
 from hasten.core.plan import Plan, Shapes
 from hasten.core.system.hardware import this_machine, usable_cores
 from hasten.core.tensors import Batch, Outputs, pad, unpad
@@ -65,8 +66,9 @@ SIZES = {
 TINY = {"initializer_range": 0.2}
 POSITIONS = 192
 SHAPES = Shapes()
-TIMEOUT_S = 300
+TIMEOUT_S = 900
 MAX_REASON_CHARS = 400
+CRASH = "the process crashed while it was built or loaded"
 # The norm of the error over the norm of the output: above rounding errors, below a defect such as a lost mask.
 MAX_ERROR = dict.fromkeys(QUANTIZED, 0.4) | {Precision.FP32: 1e-4, Precision.FP16: 2e-2, Precision.BF16: 1e-1}
 
@@ -101,7 +103,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=FILE)
     args = parser.parse_args()
     if args.worker:
-        args.output.write_bytes(msgspec.json.encode(study(args.architectures[0])))
+        study(args.architectures[0], args.output)
         return
     start, studied = time.monotonic(), args.architectures or names
     # A process each: a crash of a native library is a result of its architecture.
@@ -119,7 +121,10 @@ def main() -> None:
         "versions": versions(),
         "jobs": args.jobs,
         "seconds": round(time.monotonic() - start, 1),
-        "profiles": [str(profile) for profile in profiles(SHAPES, POSITIONS)],
+        "profiles": [
+            " to ".join(f"{shape.batch}×{shape.sequence}" for shape in (profile.min, profile.opt, profile.max))
+            for profile in profiles(SHAPES, POSITIONS)
+        ],
         "summary": summary,
         "architectures": entries,
     }
@@ -130,7 +135,6 @@ def versions() -> dict[str, str]:
     """Return the versions of the libraries that make and take the graphs."""
     import onnx
     import torch
-    import transformers
 
     libraries = {"torch": torch, "onnx": onnx, "transformers": transformers}
     found = {name: str(library.__version__) for name, library in libraries.items()}
@@ -143,22 +147,30 @@ def study_in_process(architecture: str) -> Entry:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "entry.json"
         command = [sys.executable, __file__, "--worker", architecture, "-o", str(file)]
-        try:
-            done = subprocess.run(command, capture_output=True, env=environment, timeout=TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired:
-            return Entry(failures=dict.fromkeys(TASKS, f"no result after {TIMEOUT_S} s"))
-        if done.returncode != 0:
-            last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-            reason = f"the process ended with {done.returncode}: {' '.join(last)}"
-            return Entry(failures=dict.fromkeys(TASKS, shorten(reason)))
-        print(f"{architecture} is done", file=sys.stderr, flush=True)
-        return msgspec.json.decode(file.read_bytes(), type=Entry)
+        before, results = None, b""
+        # After a crash, the next process continues with the next engine.
+        while results != before:
+            try:
+                done = subprocess.run(command, capture_output=True, env=environment, timeout=TIMEOUT_S, check=False)
+            except subprocess.TimeoutExpired:
+                return Entry(failures=dict.fromkeys(TASKS, f"no result after {TIMEOUT_S} s"))
+            before, results = results, file.read_bytes() if file.exists() else b""
+            if done.returncode == 0:
+                print(f"{architecture} is done", file=sys.stderr, flush=True)
+                return msgspec.json.decode(results, type=Entry)
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        reason = shorten(f"the process ended with {done.returncode}: {' '.join(last)}")
+        return Entry(failures=dict.fromkeys(TASKS, reason))
 
 
-def study(architecture: str) -> Entry:
-    """Build the engines of all tasks and precisions of an architecture."""
-    entry = Entry()
+def study(architecture: str, file: Path) -> None:
+    """Build the engines of all tasks and precisions that `file` has no result of, and write the results to it."""
+    entry = msgspec.json.decode(file.read_bytes(), type=Entry) if file.exists() else Entry()
     for task, head in TASKS.items():
+        engines = entry.engines.get(task, {})
+        remaining = [precision for precision in PRECISIONS if precision.value not in engines]
+        if task in entry.failures or not remaining:
+            continue
         with tempfile.TemporaryDirectory() as work, quiet_libraries():
             try:
                 loaded = load(architecture, head, task, Path(work) / "model")
@@ -169,17 +181,22 @@ def study(architecture: str) -> Entry:
             except HastenError as error:
                 entry.failures[task] = shorten(error.message)
                 continue
-            entry.engines[task] = {
-                precision.value: make_engine(loaded, plain, precision, reference, Path(work) / precision.value)
-                for precision in PRECISIONS
-            }
-    return entry
+            entry.engines[task] = engines
+            for precision in remaining:
+                engines[precision.value] = Engine(failure=CRASH)
+                file.write_bytes(msgspec.json.encode(entry))
+                folder = Path(work) / precision.value
+                engines[precision.value] = make_engine(loaded, plain, precision, reference, folder)
+    file.write_bytes(msgspec.json.encode(entry))
 
 
 def load(architecture: str, head: str, task: str, folder: Path) -> LoadedModel:
     """Make a model and load it as a build does."""
     config: dict[str, Any] = SIZES.get(architecture, TINY)
     name = "bert" if architecture in SIZES else architecture
+    prefix = tiny_encoders.ARCHITECTURES[name].prefix
+    if not hasattr(transformers, f"{prefix}{head}"):
+        raise UnsupportedError(f"transformers has no {prefix}{head}")
     sizes = {"positions": POSITIONS, "tokenizer_max_length": POSITIONS}
     tiny_encoders.save(name, head, folder, **config, **sizes)
     plan = Plan(str(folder), task=task, pooling="mean" if head == "Model" else None)
@@ -248,8 +265,9 @@ def relative_error(ours: Any, theirs: Any) -> float:
 
 
 def shorten(reason: str) -> str:
-    """Return a reason in one line, without the names of temporary folders."""
+    """Return a reason in one line, without the folders of this machine."""
     words = ["the model" if word.startswith(tempfile.gettempdir()) else word for word in reason.split()]
+    words = [word for word in words if not word.startswith("(/")]
     line = " ".join(words)
     return line if len(line) <= MAX_REASON_CHARS else f"{line[:MAX_REASON_CHARS]}…"
 

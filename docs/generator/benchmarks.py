@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from generator import cpu_study, serving_studies, serving_throughput, studies
+from generator import cpu_study, engine_builds, serving_studies, serving_throughput, studies
 from generator.results import GENERATED
 
 _STUDIES = (
@@ -13,6 +13,7 @@ _STUDIES = (
     serving_studies.endurance,
     studies.generation,
     studies.gpu,
+    engine_builds.tensorrt_rtx,
     studies.accuracy,
     serving_studies.pods,
 )

@@ -186,8 +186,8 @@ def gpu() -> Study:
             "the host. torch.compile runs in mode `reduce-overhead`, which captures CUDA graphs: with dynamic shapes, "
             "and with a compilation per shape (`dynamic=False`), which does not suit texts of mixed length. Mode "
             "`max-autotune`, which takes minutes per model, is not compared.",
-            "TensorRT is not compared: its builder cannot be installed from PyPI, and TensorRT for RTX, which can, "
-            "does not support this GPU.",
+            "TensorRT is not compared: its builder cannot be installed from PyPI, and the runtime of TensorRT for RTX, "
+            "which can, does not support this GPU.",
             "Over HTTP the client repeats one text, whose words the tokenizer's cache knows; *unseen word* changes one "
             "word in every request; *unseen text* has no word that was sent before, each of two pieces or more.",
             "hasten's last-layer pruning is off. ONNX Runtime replays one CUDA graph per shape.",

@@ -363,10 +363,10 @@ def test_every_offered_variant_runs_here(name: str) -> None:
 def test_missing_package_is_reported_with_pip_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = BACKENDS.get(name)
     monkeypatch.setattr("hasten.backends.find_spec", lambda _: None)
-    # A missing package is reported before a missing compiler. The machine has a GPU, because packages for GPUs are not
-    # suggested without one.
+    # A missing package is reported before a missing compiler. The machine has a GPU that all backends support, because
+    # packages for GPUs are not suggested without one.
     monkeypatch.setattr("shutil.which", lambda _: None)
-    machine = replace(this_machine(), gpus=(Gpu("NVIDIA H200", 2**37, "9.0", "580"),))
+    machine = replace(this_machine(), gpus=(Gpu("NVIDIA L40S", 2**35, "8.9", "580"),))
     for variant in (None, Variant(name, Precision.FP32)):
         support = backend.probe(machine, variant)
         assert not support.ok

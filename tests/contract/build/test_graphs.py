@@ -15,6 +15,7 @@ from hasten.backends import BACKENDS, Dialect, RunOptions, Session, Source
 from hasten.core.errors import HastenError, StageError
 from hasten.core.tensors import Batch, Outputs
 from hasten.core.variant import Precision, Variant
+from support.models import tiny_encoders
 
 ARCHITECTURES = ("bert", "distilbert", "roberta", "electra")
 ORT_FP32 = "onnxruntime-fp32"
@@ -46,6 +47,34 @@ def test_export_does_not_modify_the_module(tiny_classifier: Any, load_tiny: Any,
     assert not any(module.training for module in loaded.module.modules())
     assert loaded.config._attn_implementation == before
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [{}, {"adapter_reuse_layer_norm": False}, {"adapter_layer_norm": True}, {"ln_before_adapter": False}],
+    ids=["reused", "none", "own", "after residual"],
+)
+def test_only_adapter_of_default_language_is_exported(
+    norm: dict[str, bool], load_tiny: Any, make_graphs: Any, tmp_path: Path
+) -> None:
+    from hasten.onnx_graph import read_graph
+
+    languages = {"languages": ["de_DE", "en_XX", "fr_XX"], "default_language": "en_XX"}
+    tiny_encoders.save("xmod", "ForSequenceClassification", tmp_path / "model", **languages, **norm)
+    loaded = load_tiny(tmp_path / "model")
+    graph = make_graphs(loaded, tmp_path)[Dialect.ONNX]
+    assert not {"NonZero", "ScatterND"} & {node.op_type for node in read_graph(graph).graph.node}
+    batch = Batch({"input_ids": np.arange(5, 55, dtype=np.int32)}, np.array([20, 1, 29], np.int32))
+    answers = []
+    for source, variant in (
+        (loaded.source, loaded.baseline),
+        (Source(loaded.signature, {"model": graph}), Variant("onnxruntime", Precision.FP32)),
+    ):
+        backend, folder = BACKENDS.get(variant.backend), tmp_path / variant.name
+        folder.mkdir()
+        with backend.open(backend.make(source, variant, folder), RunOptions(1)) as session:
+            answers.append(session.run(batch)["logits"])
+    np.testing.assert_allclose(answers[1], answers[0], rtol=1e-3, atol=1e-4)
 
 
 EXAMPLE = Batch(

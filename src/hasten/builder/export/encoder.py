@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hasten.builder.export.language_adapters import default_language_only
 from hasten.builder.sources.pytorch_model import LoadedModel
 from hasten.builder.sources.quiet import quiet_libraries
 from hasten.core.errors import StageError, missing_package
@@ -46,7 +47,12 @@ def export(
         for spec in (*signature.inputs, *signature.outputs)
     }
     # ONNX Runtime's fusion recognizes only eager attention: SDPA's export adds IsNaN and Where.
-    with quiet_libraries(), attention_implementation(module.model, "eager"), torch.inference_mode():
+    with (
+        quiet_libraries(),
+        attention_implementation(module.model, "eager"),
+        default_language_only(module.model),
+        torch.inference_mode(),
+    ):
         module.has_additive_mask = _takes_additive_mask(module, feeds)
         try:
             graph, size_bytes = trace(module, feeds, [spec.name for spec in signature.outputs], axes, opset=opset)
