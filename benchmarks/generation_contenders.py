@@ -53,7 +53,7 @@ def peers(args: argparse.Namespace) -> list[Contender]:
     """Return the other runtimes whose interpreters are given, after converting the model for them."""
     contenders: list[Contender] = []
     if args.genai or args.openvino:
-        model = checkpoint_of_transformers_4(args.model, args.work / "checkpoint")
+        model = checkpoint_for_converters(args.model, args.work / "checkpoint")
     if args.llama_cpp:
         python, worker, folder = args.llama_cpp, str(WORKERS / "llama_cpp_worker.py"), args.work / "llama.cpp"
         convert([python, worker, "convert", str(args.gguf), str(folder)], folder)
@@ -90,10 +90,11 @@ def peers(args: argparse.Namespace) -> list[Contender]:
     return contenders
 
 
-def checkpoint_of_transformers_4(model: Path, folder: Path) -> str:
-    """Return a copy of the model as transformers 4 saves it, which the peers' converters expect.
+def checkpoint_for_converters(model: Path, folder: Path) -> str:
+    """Return a copy of the model whose rotary base and tokenizer class the peers' converters find.
 
-    Without it onnxruntime-genai 0.18 ignores the rotary base that transformers 5 saves, and takes 10,000.
+    onnxruntime-genai 0.18 runs with transformers 5 and does not look for the base in `rope_parameters`: it would take
+    10,000 instead. optimum-intel runs with transformers 4, which expects `rope_theta`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for file in model.iterdir():
@@ -101,9 +102,9 @@ def checkpoint_of_transformers_4(model: Path, folder: Path) -> str:
             (folder / file.name).symlink_to(file.resolve())
     config = json.loads((model / "config.json").read_text())
     tokenizer = json.loads((model / "tokenizer_config.json").read_text())
-    config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "torch_dtype": config.pop("dtype")}
+    base = config["rope_parameters"]["rope_theta"]
     for name, content in (
-        ("config.json", config),
+        ("config.json", config | {"rope_theta": base, "rope_embedding_base": base, "torch_dtype": config["dtype"]}),
         ("tokenizer_config.json", tokenizer | {"tokenizer_class": "PreTrainedTokenizerFast"}),
     ):
         (folder / name).unlink()

@@ -3,7 +3,7 @@
     onnxruntime_genai_worker.py convert MODEL FOLDER PRECISION     # run its model builder
     onnxruntime_genai_worker.py serve FOLDER
 
-Needs onnxruntime-genai; its model builder also needs torch, transformers 4 and onnx.
+Needs onnxruntime-genai; its model builder also needs torch, transformers and onnx.
 """
 
 from __future__ import annotations
