@@ -39,13 +39,18 @@ TEXT = "The lighthouse keeper walked along the beach every morning and wrote dow
 class Stream:
     """A client that streams one completion after another and records when each text delta arrives."""
 
-    def __init__(self, port: int, model: str, prompt: list[int], eos_ids: list[int]) -> None:
-        self._port, self._model, self._prompt, self._eos_ids = port, model, prompt, eos_ids
+    def __init__(self, port: int, model: str, prompt: list[int]) -> None:
+        self._port, self._model, self._prompt = port, model, prompt
         # The begin and the end of every wait between two deltas of one completion.
         self.gaps: list[tuple[float, float]] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._is_over = False
         self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether its thread is alive."""
+        return self._thread.is_alive()
 
     def stop(self) -> None:
         """Stop after the current delta."""
@@ -55,7 +60,7 @@ class Stream:
     def _run(self) -> None:
         while not self._is_over:
             previous: float | None = None
-            for now in deltas(self._port, self._model, self._prompt, STREAM_TOKENS, self._eos_ids):
+            for now in deltas(self._port, self._model, self._prompt, STREAM_TOKENS):
                 if previous is not None:
                     self.gaps.append((previous, now))
                 previous = now
@@ -88,29 +93,27 @@ def measure(folder: Path, variant: str, repeats: int) -> list[dict[str, Any]]:
     """Return one row per length of the long prompt."""
     bundle = open_bundle(folder)
     ids = bundle.tokenizer().encode([TEXT * 300]).batch.values["input_ids"].tolist()
-    assert bundle.manifest.generation is not None
-    eos_ids = list(bundle.manifest.generation.eos_token_ids)
     name = folder.resolve().name
     arguments = ("serve", str(folder), "--variant", variant, "--port", "{port}", "--grpc-port", "{grpc}")
     server = Contender("hasten", (sys.executable, "-m", "hasten", *arguments), json_format(), "/v2/health/ready")
     with RunningServer(server) as running:
-        rows = [measure_length(running.port, name, ids, length, eos_ids, repeats) for length in PROMPT_TOKENS]
+        rows = [measure_length(running.port, name, ids, length, repeats) for length in PROMPT_TOKENS]
     return [{"variant": variant, **row} for row in rows]
 
 
-def measure_length(
-    port: int, model: str, ids: list[int], length: int, eos_ids: list[int], repeats: int
-) -> dict[str, Any]:
+def measure_length(port: int, model: str, ids: list[int], length: int, repeats: int) -> dict[str, Any]:
     """Let a prompt of this length arrive several times beside running streams; return the waits."""
     runs = []
     for _ in range(repeats):
-        streams = [Stream(port, model, ids[index : index + 20], eos_ids) for index in range(STREAMS)]
+        streams = [Stream(port, model, ids[index : index + 20]) for index in range(STREAMS)]
         while not all(stream.gaps for stream in streams):
+            if not all(stream.is_running for stream in streams):
+                raise SystemExit("error: a stream has failed")
             time.sleep(0.01)
         begin = time.perf_counter()
         time.sleep(ALONE_S)
         sent = time.perf_counter()
-        arrivals = list(deltas(port, model, ids[:length], LONG_TOKENS, eos_ids))
+        arrivals = list(deltas(port, model, ids[:length], LONG_TOKENS))
         end = time.perf_counter()
         time.sleep(0.5)  # until the waits that the long prompt has caused are over
         for stream in streams:
@@ -138,12 +141,11 @@ def measure_length(
     }
 
 
-def deltas(port: int, model: str, prompt: list[int], tokens: int, eos_ids: list[int]) -> Iterator[float]:
-    """Stream a greedy completion of exactly this many tokens; yield the time of every text delta."""
+def deltas(port: int, model: str, prompt: list[int], tokens: int) -> Iterator[float]:
+    """Stream a greedy completion of up to this many tokens; yield the time of every text delta."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    bias = {str(token): -100 for token in eos_ids}
     body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
-    connection.request("POST", "/v1/completions", json.dumps(body | {"logit_bias": bias}))
+    connection.request("POST", "/v1/completions", json.dumps(body))
     response = connection.getresponse()
     if response.status != 200:
         raise SystemExit(f"error: {response.read()!r}")
