@@ -69,6 +69,9 @@ class _StaticSession(ModuleSession):
         return super().run_padded(batch)
 
 
+# All compiled modules of a process count together; beyond the default of 8 PyTorch runs them uncompiled.
+torch._dynamo.config.recompile_limit = 64
+
 for _name in _STATIC_MODES:
     BACKENDS.add(_name, StaticInductor(_name))
 

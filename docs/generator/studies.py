@@ -23,6 +23,9 @@ GPU_COLUMNS = {
     "hasten fp8, tanh GELU, fast accumulation": ("fused-fp8+tanhgelu+fastaccum@cuda",),
 }
 
+# Rounds whose medians differ by more than this factor are shown with their range.
+_WIDE_SPREAD = 4 / 3
+
 
 @dataclass(frozen=True, slots=True)
 class Study:
@@ -129,12 +132,12 @@ def generation() -> Study:
 def gpu() -> Study:
     """Return the study of encoder latency on a GPU."""
     results, served = load("gpu"), load("serving_gpu")
-    latency = {f"{row['model']} {row['shape']}": _p50(row["call_ms"]) for row in results["rows"]}
-    device = {f"{row['model']} {row['shape']}": _p50(row["device_ms"]) for row in results["rows"]}
+    latency = {f"{row['model']} {row['shape']}": row["call_ms"] for row in results["rows"]}
+    device = {f"{row['model']} {row['shape']}": row["device_ms"] for row in results["rows"]}
     stream = results["stream"]
     texts = {
-        "boost clocks": _p50(stream["ms"]),
-        "sustained": {name: run["ms"] for name, run in stream["sustained"].items()},
+        "boost clocks": stream["ms"],
+        "sustained": {name: {"p50": run["ms"]} for name, run in stream["sustained"].items()},
     }
     lone = [
         [row["contender"], f"{row['tokens']}", duration(row["p50_ms"]), duration(row["p99_ms"])]
@@ -174,7 +177,7 @@ def gpu() -> Study:
             "is accurate enough for a trained model is decided by the accuracy gate in every build.",
             "End-to-end latency is the median wall time from token ids in host memory to scores in host memory, over "
             "alternating rounds. All contenders get the same weights and batches. The table is of one run, on one day "
-            "and commit; the result file also has the lowest and highest median of a round.",
+            "and commit. Where the medians of the rounds differ by more than a third, their range follows.",
             "Before it is timed, each contender is compared with PyTorch fp32. It is left out if its logits differ by "
             "more than 0.01 (bf16: 0.05, int8: 0.1, fp8: 0.25).",
             "A GPU that draws its maximum power lowers its clocks after a few tenths of a second. Every round "
@@ -182,16 +185,19 @@ def gpu() -> Study:
             "clocks*). *Sustained* runs follow each other without pauses.",
             "The mixed-length texts are SST-2 sentences and IMDB reviews, half each, truncated to 512 tokens. "
             "Contenders that pad get them sorted by length, in batches of 32.",
-            "PyTorch is the faster of fp16 and bf16. It waits for the host to launch kernels, so its times vary with "
-            "the host. torch.compile runs in mode `reduce-overhead`, which captures CUDA graphs: with dynamic shapes, "
+            "PyTorch is the faster of fp16 and bf16. It waits for the host to launch kernels, about 0.5 ms per layer "
+            "here, so that small models and batches take as long as the host needs, and vary with it.",
+            "torch.compile runs in mode `reduce-overhead`, which captures CUDA graphs: with dynamic shapes, "
             "and with a compilation per shape (`dynamic=False`), which does not suit texts of mixed length. Mode "
             "`max-autotune`, which takes minutes per model, is not compared.",
             "TensorRT is not compared: its builder cannot be installed from PyPI, and the runtime of TensorRT for RTX, "
             "which can, does not support this GPU.",
             "Over HTTP the client repeats one text, whose words the tokenizer's cache knows; *unseen word* changes one "
             "word in every request; *unseen text* has no word that was sent before, each of two pieces or more.",
-            "hasten's last-layer pruning is off. ONNX Runtime replays one CUDA graph per shape.",
-            "– means that the contender does not run the workload, or that its answers differed too much.",
+            "hasten's last-layer pruning is off. ONNX Runtime replays one CUDA graph per shape; its library was "
+            "installed without the kernels for other GPUs.",
+            "– means that the contender does not run the workload, that its answers differed too much, or that "
+            "torch.compile gave up (its limit of recompilations) and ran uncompiled.",
         ),
         machines=(machine_line(results), f"{machine_line(served)} (served over HTTP)"),
         command="python benchmarks/gpu.py; python benchmarks/serving/gpu.py",
@@ -204,20 +210,26 @@ def fastest(times: Mapping[str, float], variants: tuple[str, ...]) -> float | No
     return min((times[name] for name in variants if name in times), default=None)
 
 
-def _p50(times: dict[str, dict[str, float]]) -> dict[str, float]:
-    return {name: percentiles["p50"] for name, percentiles in times.items()}
-
-
-def _gpu_table(title: str, rows: dict[str, dict[str, float]]) -> list[str]:
+def _gpu_table(title: str, rows: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
     """Return a table of times by contender, without contenders that have none."""
     columns = {
         label: variants
         for label, variants in GPU_COLUMNS.items()
-        if any(fastest(times, variants) is not None for times in rows.values())
+        if any(name in times for times in rows.values() for name in variants)
     }
-    cells = {label: [fastest(times, variants) for variants in columns.values()] for label, times in rows.items()}
-    body = [[label, *("–" if ms is None else duration(ms) for ms in times)] for label, times in cells.items()]
+    body = [[label, *(_gpu_cell(times, variants) for variants in columns.values())] for label, times in rows.items()]
     return table([title, *columns], body)
+
+
+def _gpu_cell(times: Mapping[str, Mapping[str, float]], variants: tuple[str, ...]) -> str:
+    """Return the time of the fastest variant, and its range over the rounds if that is wide."""
+    measured = [times[name] for name in variants if name in times]
+    if not measured:
+        return "–"
+    best = min(measured, key=lambda each: each["p50"])
+    low, high = best.get("low", best["p50"]), best.get("high", best["p50"])
+    spread = f" ({duration(low)} to {duration(high)})" if high > _WIDE_SPREAD * low else ""
+    return duration(best["p50"]) + spread
 
 
 def _gpu_remarks(results: dict[str, Any]) -> list[str]:
