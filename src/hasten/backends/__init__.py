@@ -290,6 +290,9 @@ class Decoder(Protocol):
 class SupportsChunkedPrefill(Protocol):
     """An optional capability of decoders: a prompt is prefilled in chunks, between decode steps of other slots."""
 
+    def reserve(self, tokens: int) -> None:
+        """Make room for a sequence of this length, so that no chunk of it has to move the KV cache of all slots."""
+
     def extend(self, slot: int, ids: IntArray) -> FloatArray:
         """Append several tokens to a prefilled slot and return the logits (vocabulary,) of the next token."""
 

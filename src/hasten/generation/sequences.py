@@ -82,6 +82,10 @@ class SequenceState:
             assert isinstance(decoder, SupportsChunkedPrefill)
             logits = decoder.extend(self.slots[0], ids)
         else:
+            if len(ids) < self.prompt_left:
+                assert isinstance(decoder, SupportsChunkedPrefill)
+                # While only the other sequences' tokens have to be moved, and once instead of at every doubling.
+                decoder.reserve(len(prompt))
             logits = decoder.prefill(self.slots[0], ids)
             self.filled_slots.add(self.slots[0])
         self.prompt_left -= len(ids)

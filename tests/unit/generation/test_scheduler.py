@@ -68,11 +68,15 @@ class Counting:
 
 
 class Chunked(Counting):
-    """Prefills in chunks and records the tokens of each."""
+    """Prefills in chunks and records the tokens of each, and the lengths that room was made for."""
 
     def __init__(self, slots: int = 2) -> None:
         super().__init__(slots)
         self.chunks: list[int] = []
+        self.reserved: list[int] = []
+
+    def reserve(self, tokens: int) -> None:
+        self.reserved.append(tokens)
 
     def prefill(self, slot: int, ids: Any) -> Any:
         self.chunks.append(len(ids))
@@ -166,6 +170,7 @@ def test_long_prompt_is_prefilled_in_chunks_between_decode_steps() -> None:
     done(loop)
     assert (first.ids, long.ids) == ([*range(41, 71)], [*range(61, 66)])
     assert decoder.chunks == [2, 64, 128, 256, 152]
+    assert decoder.reserved == [len(LONG)]
     # The running sequence goes on after each chunk.
     assert [call for call, _ in decoder.log[:8]] == ["begin", "step", *["extend", "step"] * 3]
     assert decoder.rows == {}

@@ -37,6 +37,7 @@ class CudaDecoder(DecoderSession):
 
     close = capture_lock.shared()(DecoderSession.close)
     prefill = capture_lock.shared()(DecoderSession.prefill)
+    reserve = capture_lock.shared()(DecoderSession.reserve)
     extend = capture_lock.shared()(DecoderSession.extend)
     decode = capture_lock.shared()(DecoderSession.decode)
     fork = capture_lock.shared()(DecoderSession.fork)

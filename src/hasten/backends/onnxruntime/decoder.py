@@ -71,6 +71,9 @@ class DecoderSession(Closing):
         self._row_of[slot] = row
         return logits
 
+    def reserve(self, tokens: int) -> None:
+        self._reserve(self._past, min(tokens, self._context))
+
     def extend(self, slot: int, ids: IntArray) -> FloatArray:
         return self._append(self._row(slot), ids)
 
