@@ -31,6 +31,8 @@ _INT8_ACTIVATIONS = "f32"
 _INT8_TYPES = ("i8", "u8")
 # Shapes after which memory is released by compiling the model again, which takes as long as loading it.
 _MAX_SHAPES = 64
+# With a memory limit, rows are padded to a multiple of this many tokens.
+_BUCKET_TOKENS = 16
 
 
 class OpenVino:
@@ -224,6 +226,8 @@ class _Session(PaddedSession):
 
     def __init__(self, artifact: Artifact, options: RunOptions) -> None:
         self._artifact, self._threads = artifact, options.thread_count
+        # Fewer shapes take less memory for kernels, and more time.
+        self._has_buckets = options.max_memory is not None and artifact.signature.ignores_padding
         # Shapes that kernels were compiled for since the model was compiled.
         self._shapes: set[Shape] = set()
         compiled = self._open()
@@ -261,8 +265,12 @@ class _Session(PaddedSession):
     def run_padded(self, batch: Batch) -> Outputs:
         if self._request is None:
             raise StageError("the session is closed")
-        self._shapes.add(Shape(len(batch), int(batch.lengths.max(initial=0))))
-        feeds = pad(batch, self.spec.signature)
+        bucket = None
+        if self._has_buckets:
+            width = -(-batch.longest // _BUCKET_TOKENS) * _BUCKET_TOKENS
+            bucket = Shape(len(batch), min(width, self.spec.signature.max_length))
+        self._shapes.add(bucket or Shape(len(batch), batch.longest))
+        feeds = pad(batch, self.spec.signature, bucket)
         try:
             self._request.infer(
                 {name: value for name, value in feeds.items() if name in self._feeds}, share_inputs=True
@@ -273,7 +281,7 @@ class _Session(PaddedSession):
         outputs = {
             name: self._request.get_output_tensor(index).data.copy() for name, index in self._output_indices.items()
         }
-        return unpad(outputs, batch, self.spec.signature)
+        return unpad(outputs, batch, self.spec.signature, bucket)
 
 
 def _reason(error: RuntimeError) -> str:
