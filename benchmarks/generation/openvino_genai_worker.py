@@ -19,9 +19,11 @@ from worker import THREADS, Generate, serve
 def convert(model: str, folder: Path, precision: str) -> None:
     """Write the model and its tokenizer in OpenVINO's format."""
     command = [str(Path(sys.executable).parent / "optimum-cli"), "export", "openvino", "--model", model]
-    subprocess.run(
-        [*command, "--task", "text-generation-with-past", "--weight-format", precision, str(folder)], check=True
-    )
+    command += ["--task", "text-generation-with-past", "--weight-format", precision]
+    if precision == "int4":
+        # The default of 128 does not divide the layers of small models.
+        command += ["--group-size", "64"]
+    subprocess.run([*command, str(folder)], check=True)
 
 
 def load(folder: str, arithmetic: str) -> Generate:

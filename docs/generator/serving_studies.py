@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import median
 from typing import Any
 
 from generator.results import cpu_name, duration, interval, load, machine_line, table
@@ -121,6 +122,40 @@ def endurance() -> Study:
         command="python benchmarks/serving/endurance.py",
         files=_ENDURANCE,
     )
+
+
+def memory() -> Study:
+    """Return the study of the memory limit on texts of all lengths."""
+    results = load("serving_memory")
+    rows = []
+    for variant, runs in results["variants"].items():
+        for name in ("unlimited", "limited"):
+            ready, peak, rate, p99 = (
+                median(run[key] for run in runs[name])
+                for key in ("ready_bytes", "peak_bytes", "texts_per_second", "p99_ms")
+            )
+            failed, requests = (sum(counts) for counts in zip(*map(_request_counts, runs[name]), strict=True))
+            limit = f"{results['limit_bytes'] / 1e6:.0f} MB" if name == "limited" else "none"
+            memory = [f"{size / 1e6:.0f} MB" for size in (ready, peak)]
+            rows.append([f"`{variant}`", limit, *memory, f"{rate:.0f}", duration(p99), f"{failed} of {requests}"])
+    header = ["variant", "limit", "ready", "peak", "texts/s", "p99", "rejected"]
+    return Study(
+        title="Memory limit",
+        question="How much memory does the server use on texts of all lengths, with `--max-memory` and without?",
+        answer=table(header, rows),
+        method=(
+            f"MiniLM embeddings; {results['clients']} clients send requests of {results['texts_per_request']} texts of "
+            f"equal length, of every second length up to {results['longest']} tokens, in random order.",
+            "Resident memory; the peak as the system records it. Medians over servers that alternate.",
+        ),
+        machines=(machine_line(results),),
+        command="python benchmarks/serving/memory.py --bundle DIR --limit SIZE",
+        files=("serving_memory",),
+    )
+
+
+def _request_counts(run: dict[str, Any]) -> tuple[int, int]:
+    return len(run["errors"]), len(run["errors"]) + run["requests"]
 
 
 def pods() -> Study:

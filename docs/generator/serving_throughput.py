@@ -90,8 +90,7 @@ def faster_peers(results: dict[str, Any]) -> str:
                 parts.append(f"{claim} ({duration(theirs)} against {duration(hasten)})")
         if parts:
             sentences.append(f"*{server_label(name)}* has {' and '.join(parts)} than *{ours}*")
-    ending = "No other peer is ahead of hasten in the same precision."
-    return f"{'; '.join(sentences)}. {ending}" if sentences else "No peer is ahead of hasten in the same precision."
+    return f"{'; '.join(sentences)}." if sentences else "No peer is ahead of hasten in the same precision."
 
 
 def server_label(name: str) -> str:
