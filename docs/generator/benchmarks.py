@@ -11,6 +11,8 @@ _STUDIES = (
     serving_studies.latency,
     serving_throughput.throughput,
     serving_studies.endurance,
+    serving_studies.long_prompts,
+    serving_studies.memory,
     studies.generation,
     studies.gpu,
     engine_builds.tensorrt_rtx,

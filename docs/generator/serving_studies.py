@@ -1,4 +1,4 @@
-"""The benchmark studies of the server: latency, overload and the number of pods for a given traffic."""
+"""The benchmark studies of the server: latency, overload, long prompts, memory and the pods for a given traffic."""
 
 from __future__ import annotations
 
@@ -121,6 +121,37 @@ def endurance() -> Study:
         machines=tuple(map(machine_line, runs)),
         command="python benchmarks/serving/endurance.py",
         files=_ENDURANCE,
+    )
+
+
+def long_prompts() -> Study:
+    """Return the study of running streams beside the prefill of a long prompt."""
+    results = load("serving_long_prompts")
+    rows = [
+        [
+            row["variant"],
+            f"{row['prompt_tokens']:,}",
+            f"{row['longest_gap_alone_s'] * 1e3:.0f} ms",
+            f"{row['longest_gap_s'] * 1e3:.0f} ms",
+            f"{row['median_gap_alone_s'] * 1e3:.0f} ms",
+            f"{row['median_gap_s'] * 1e3:.0f} ms",
+            f"{row['time_to_first_token_s']:.1f} s",
+        ]
+        for row in results["rows"]
+    ]
+    header = ["variant", "long prompt", "longest gap without it", "longest gap beside it", "median gap without it"]
+    return Study(
+        title="Long prompts beside running streams",
+        question="How long do running streams wait while a long prompt is prefilled?",
+        answer=table([*header, "median gap beside it", "its time to first token"], rows),
+        method=(
+            f"SmolLM2-135M, `hasten serve` with its defaults; {results['streams']} clients stream completions. A gap "
+            "is the time between two text deltas of one completion, the longest of all streams and arrivals.",
+            "The server prefills long prompts in chunks between decode steps.",
+        ),
+        machines=(machine_line(results),),
+        command="python benchmarks/serving/long_prompts.py --bundle DIR",
+        files=("serving_long_prompts",),
     )
 
 
