@@ -178,6 +178,8 @@ def memory() -> Study:
             f"MiniLM embeddings; {results['clients']} clients send requests of {results['texts_per_request']} texts of "
             f"equal length, of every second length up to {results['longest']} tokens, in random order.",
             "Resident memory; the peak as the system records it. Medians over servers that alternate.",
+            "All sessions of a model may take a quarter of the limit with their weights: with it, ONNX Runtime has one "
+            "session here, without it two.",
         ),
         machines=(machine_line(results),),
         command="python benchmarks/serving/memory.py --bundle DIR --limit SIZE",
