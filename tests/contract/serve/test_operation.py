@@ -390,7 +390,7 @@ def test_reload_keeps_the_number_of_sessions_and_runs_once(
     from hasten.server.settings import Settings
 
     measured: list[str] = []
-    monkeypatch.setattr(encoder_model, "choose_instances", lambda _, digest, __: measured.append(digest) or 2)
+    monkeypatch.setattr(encoder_model, "choose_instances", lambda _, digest, *__: measured.append(digest) or 2)
     link = tmp_path / "current"
     swap(link, classifier_bundle.path)
     settings = Settings((str(link),))
