@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
-from hasten.backends import Session
-from hasten.core.errors import PlanError
+from hasten.backends import Session, uniform_batch
+from hasten.core.errors import HastenError, PlanError, TooLargeError
 from hasten.core.system.hardware import resident_memory_bytes
 from hasten.core.system.memory_limit import MemoryLimit, megabytes, trim_heap
 from hasten.core.tensors import Batch, Outputs, Shape, gather
@@ -24,9 +25,16 @@ logger = logging.getLogger("hasten")
 _FIRST_LENGTH = 128
 # A row of twice the length needs at most four times the memory, all of it attention scores.
 _GROWTH = 4
-# Memory beside the activations: kernels that a runtime compiles for a new shape, inputs and outputs.
+# Memory beside the activations: kernels that a runtime compiles for a new shape, inputs.
 _MARGIN_BYTES = 8 * 2**20
 _MIN_TOKEN_BYTES = 2**10
+# Outputs are copied when padding is removed and when parts of a batch are gathered.
+_OUTPUT_COPIES = 2
+# Sessions may pad rows to a multiple of this many tokens.
+_BUCKET_TOKENS = 16
+# Before a batch is split, its session releases everything, which may take as long as loading it, but only once in as
+# many batches.
+_BATCHES_PER_RELEASE = 32
 
 
 class BoundedSession(Session):
@@ -37,60 +45,84 @@ class BoundedSession(Session):
         self._session, self._limit = session, limit
         # Held while a batch runs: other threads release memory of idle sessions.
         self._lock = threading.Lock()
-        self._is_retaining = False
-        session.warm([Shape(1, 1)])
-        self._release()
-        self._baseline_bytes = resident_memory_bytes() or 0
-        if self._baseline_bytes + _MARGIN_BYTES > limit.limit_bytes:
-            raise PlanError(
-                f"the process needs {megabytes(self._baseline_bytes + _MARGIN_BYTES)} before the first request, and its"
-                f" memory limit is {megabytes(limit.limit_bytes)}",
-                hint="raise --max-memory, or serve fewer models or sessions (--instances 1)",
-            )
-        self._length, self._row_bytes = self._measure()
-        limit.add(self)
+        # Batches since memory was released, and since everything was.
+        self._batches = self._batches_since_all = 0
+        with limit.measuring():
+            session.warm([Shape(1, 1)])
+            session.release_memory()
+            trim_heap()
+            if (left := limit.left_bytes()) < _MARGIN_BYTES:
+                raise PlanError(
+                    f"the process needs {megabytes(limit.limit_bytes - left + _MARGIN_BYTES)} before the first request,"
+                    f" and its memory limit is {megabytes(limit.limit_bytes)}",
+                    hint="raise the limit, or load fewer models or sessions",
+                )
+            self._length, self._row_bytes = self._measure()
+        limit.add_session(self)
 
     def close(self) -> None:
         with self._lock:
-            self._is_retaining = False
+            self._batches = self._batches_since_all = 0
             self._session.close()
 
     def run(self, batch: Batch) -> Outputs:
+        self._limit.wait_while_measuring()
         with self._lock:
             return self._run(batch)
 
-    def release_if_idle(self) -> bool:
+    def warm(self, shapes: Sequence[Shape]) -> None:
+        """Run a batch of each shape; one that does not fit is left out."""
+        for shape in shapes:
+            try:
+                super().warm([shape])
+            except TooLargeError as error:
+                logger.warning("not warmed up: %s", error.message)
+
+    def release_if_idle(self, *, everything: bool = False) -> bool:
         """Release the memory that the runtime retains, unless a batch is running. Thread-safe."""
-        if not self._is_retaining or not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return False
         try:
-            return self._release()
+            return self._release(everything=everything)
+        except HastenError:
+            logger.exception("a session could not release memory")
+            return False
         finally:
             self._lock.release()
 
     def _run(self, batch: Batch) -> Outputs:
-        size, longest = self._bytes(batch), int(batch.lengths.max(initial=0))
-        subject = f"a text of {longest} tokens"
-        if size > self._limit.left_bytes() and self._release():
-            trim_heap()
-        if len(batch) == 1:
-            self._limit.check(size, self._baseline_bytes, subject)
-        elif not self._limit.fits(size):
+        size = self._bytes(batch)
+        if not self._make_room(size, is_splittable=len(batch) > 1):
             halves = np.array_split(np.argsort(batch.lengths, kind="stable"), 2)
             return gather([(rows, self._run(batch.take(rows))) for rows in halves], batch, self.spec.signature)
-        with self._limit.reserve(size, subject):
-            self._is_retaining = True
+        with self._limit.reserve(size, f"a text of {batch.longest} tokens"):
+            self._batches += 1
+            self._batches_since_all += 1
             return self._session.run(batch)
 
-    def _release(self) -> bool:
-        was_retaining, self._is_retaining = self._is_retaining, False
-        if was_retaining:
-            self._session.release_memory()
-        return was_retaining
+    def _make_room(self, size: int, *, is_splittable: bool) -> bool:
+        """Release memory until a batch fits; return whether it does. A single row is left to wait."""
+        if size > self._limit.left_bytes() and self._release():
+            trim_heap()
+        if self._limit.fits(size):
+            return True
+        if (not is_splittable or self._batches_since_all >= _BATCHES_PER_RELEASE) and self._release(everything=True):
+            trim_heap()
+        return not is_splittable or self._limit.fits(size)
+
+    def _release(self, *, everything: bool = False) -> bool:
+        if not (self._batches_since_all if everything else self._batches):
+            return False
+        self._batches = 0
+        if everything:
+            self._batches_since_all = 0
+        self._session.release_memory(everything=everything)
+        return True
 
     def _bytes(self, batch: Batch) -> int:
         """Return the memory that a batch allocates at most."""
-        scale = int(batch.lengths.max(initial=1)) / self._length
+        padded = -(-batch.longest // _BUCKET_TOKENS) * _BUCKET_TOKENS
+        scale = min(padded, self.spec.signature.max_length) / self._length
         return int(len(batch) * self._row_bytes * max(scale, scale**2)) + _MARGIN_BYTES
 
     def _measure(self) -> tuple[int, int]:
@@ -98,15 +130,17 @@ class BoundedSession(Session):
         max_length = self.spec.signature.max_length
         length = min(_FIRST_LENGTH, max_length)
         while True:
+            batch = uniform_batch(Shape(1, length), self.spec.signature)
             before = resident_memory_bytes() or 0
-            self._session.warm([Shape(1, length)])
+            outputs = self._session.run(batch)
             allocated = max((resident_memory_bytes() or 0) - before, length * _MIN_TOKEN_BYTES)
-            self._is_retaining = True
-            self._release()
+            allocated += _OUTPUT_COPIES * sum(value.nbytes for value in outputs.values())
+            del outputs
+            self._session.release_memory()
             trim_heap()
             if length == max_length:
                 return length, allocated
             if _GROWTH * allocated + _MARGIN_BYTES > self._limit.left_bytes():
-                logger.warning("texts of more than about %d tokens do not fit into the memory limit", length)
+                logger.warning("texts of more than about %d tokens may not fit into the memory limit", length)
                 return length, allocated
             length = min(2 * length, max_length)

@@ -17,7 +17,7 @@ from hasten.core.errors import HastenError, UnsupportedError, translate_mismatch
 from hasten.core.system.closing import Closing
 from hasten.core.system.cpu_targets import incompatibility
 from hasten.core.system.hardware import this_machine
-from hasten.core.system.memory_limit import memory_limit
+from hasten.core.system.memory_limit import MemoryLimit
 from hasten.core.tensors import Batch, IntArray, Outputs, check_counts, gather
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.core.variant import CPU, Support
@@ -111,11 +111,13 @@ def open_session(artifact: Artifact, options: RunOptions) -> Session:
         raise UnsupportedError(f"{artifact.variant} does not run here: {support.reason}", hint=support.hint or None)
     with translate_mismatch(f"{artifact.variant} does not fit its bundle"):
         session = backend.open(artifact, options)
+    if options.max_memory is not None and artifact.variant.device != CPU:
+        logger.warning("the memory limit does not bound %s, which runs on a GPU", artifact.variant)
     if options.max_memory is None or artifact.variant.device != CPU:
         return session
     with ExitStack() as on_error:
         on_error.callback(session.close)
-        bounded = BoundedSession(session, memory_limit(options.max_memory))
+        bounded = BoundedSession(session, MemoryLimit(options.max_memory))
         on_error.pop_all()
     return bounded
 

@@ -117,8 +117,11 @@ class Session(Closing):
         """Return the outputs of a ragged batch, without padding. They are copies that the caller may keep."""
         raise NotImplementedError
 
-    def release_memory(self) -> None:
-        """Return the memory that is retained for later batches to the system. The default retains none."""
+    def release_memory(self, *, everything: bool = False) -> None:
+        """Return the memory that is retained for later batches to the system. The default retains none.
+
+        With `everything`, return also what takes as long as loading to make again.
+        """
 
     def warm(self, shapes: Sequence[Shape]) -> None:
         """Run a batch of each shape, so that later batches of these shapes start without setup."""
@@ -266,6 +269,10 @@ class Decoder(Protocol):
     @property
     def max_cache_bytes(self) -> int:
         """Return the size of the KV cache when all slots have reached the end of the context."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Return the size of what the KV cache holds now."""
 
     def prefill(self, slot: int, ids: IntArray) -> FloatArray:
         """Prefill an empty slot with a prompt and return the logits (vocabulary,) of the next token.

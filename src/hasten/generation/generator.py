@@ -12,8 +12,7 @@ from hasten.bundle import Bundle
 from hasten.core.errors import HastenError, InputError, PlanError, StageError, UnsupportedError, translate_mismatch
 from hasten.core.generation_types import GenerationSpec, SamplingParams
 from hasten.core.system.closing import Closing
-from hasten.core.system.hardware import resident_memory_bytes
-from hasten.core.system.memory_limit import megabytes
+from hasten.core.system.memory_limit import MemoryLimit, megabytes
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.core.variant import CPU
 from hasten.generation.chat import is_chat, is_continued
@@ -165,23 +164,24 @@ def open_decoder(artifact: Artifact, options: RunOptions, slots: int) -> Decoder
         decoder = backend.open_decoder(artifact, options, slots)
     if options.max_memory is not None and artifact.variant.device == CPU:
         try:
-            _check_memory(decoder, options.max_memory)
+            _reserve_cache(decoder, MemoryLimit(options.max_memory))
         except HastenError:
             decoder.close()
             raise
     return decoder
 
 
-def _check_memory(decoder: Decoder, max_memory: int) -> None:
-    """Raise an error if the KV cache may grow beyond the memory limit: running sequences cannot be rejected."""
-    left = max_memory - (resident_memory_bytes() or 0)
+def _reserve_cache(decoder: Decoder, limit: MemoryLimit) -> None:
+    """Reserve memory for the KV cache of all slots, since running sequences cannot be rejected."""
+    left = limit.left_bytes()
     if decoder.max_cache_bytes > left:
         slots = int(left / decoder.max_cache_bytes * (decoder.slots + 1)) - 1
         raise PlanError(
             f"the KV cache of {decoder.slots} slots needs up to {megabytes(decoder.max_cache_bytes)}, and the memory"
-            f" limit of {megabytes(max_memory)} leaves {megabytes(max(0, left))}",
-            hint=f"raise --max-memory, or serve with --slots {slots}" if slots > 0 else "raise --max-memory",
+            f" limit of {megabytes(limit.limit_bytes)} leaves {megabytes(max(0, left))}",
+            hint=f"raise the limit, or serve with --slots {slots}" if slots > 0 else "raise the limit",
         )
+    limit.add_cache(decoder)
 
 
 def _check_finished(sequence: TextSequence) -> None:

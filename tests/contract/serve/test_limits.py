@@ -56,7 +56,7 @@ def test_memory_limit_below_the_model_is_an_error(classifier_bundle: Bundle, tmp
     with Running(tmp_path, str(classifier_bundle.path), *QUIET, "--max-memory", "20MB", form="text") as server:
         assert server.end() == 2
         assert "before the first request, and its memory limit is 20 MB" in server.log
-        assert "raise --max-memory" in server.log
+        assert "raise the limit" in server.log
 
 
 def test_server_answers_within_its_memory_limit(classifier_bundle: Bundle, tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import partial
 
@@ -103,3 +106,19 @@ def test_fp16_cache_is_stored_in_fp16() -> None:
     assert first.dtype is np.float16
     assert second.address - first.address == 2 * 100 * 4 * 2
     assert cache.lengths[:2].tolist() == [3, 3]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_forked_process_has_a_cache_of_its_own() -> None:
+    code = (
+        "import os, numpy as np\n"
+        "from hasten.backends.onnxruntime.kv_cache import _lazy_zeros\n"
+        "buffer = _lazy_zeros((2, 3), np.float32)\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    buffer[:] = 1\n"
+        "    os._exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "assert not buffer.any()\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

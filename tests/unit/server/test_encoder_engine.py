@@ -61,6 +61,7 @@ class SummingSession(PaddedSession):
         self.gate = threading.Event()
         self.gate.set()
         self.is_broken = False
+        self.has_memory = True
 
     def warm(self, shapes: Sequence[Shape]) -> None:
         if self.is_broken:
@@ -71,6 +72,8 @@ class SummingSession(PaddedSession):
         self.gate.wait()
         self.batches.append(len(batch))
         ids = batch.values["input_ids"]
+        if not self.has_memory:
+            raise OverloadedError("too little memory", retry_after_s=1.0)
         if POISON in ids:
             raise StageError("this row cannot be run")
         if TOO_LARGE in ids:
@@ -209,6 +212,20 @@ def test_row_beyond_the_memory_limit_does_not_make_the_session_suspect(
     assert isinstance(large.wait(), TooLargeError)
     assert not engine.is_recovering
     assert not caplog.records
+
+
+def test_batch_without_memory_for_now_fails_as_a_whole(engine: Engine, session: SummingSession) -> None:
+    """Each part of it would wait as long again."""
+    session.gate.clear()
+    first = Submitted(engine, [[5, 5]])
+    wait_until(lambda: is_running(engine))
+    session.has_memory = False
+    others = [Submitted(engine, [[number]]) for number in range(1, 9)]
+    wait_until(lambda: engine.waiting == 8)
+    session.gate.set()
+    assert all(isinstance(sent.wait(), OverloadedError) for sent in (first, *others))
+    assert session.batches == [1, 8]
+    assert not engine.is_recovering
 
 
 def test_encode_and_decode_errors_fail_only_their_request(engine: Engine) -> None:

@@ -43,6 +43,10 @@ class CudaKVCache(KVCache):
             for name in self._buffers
         ]
 
+    def _zeros(self, shape: tuple[int, ...], dtype: type[np.floating[Any]]) -> FloatArray:
+        # Copied to the device as a whole, so that pages on demand would gain nothing.
+        return np.zeros(shape, dtype)
+
     def _grow_buffer(self, name: str, used_rows: int) -> None:
         """Grow through host memory: this happens only a few times per session."""
         previous = self._buffers.pop(name, None)

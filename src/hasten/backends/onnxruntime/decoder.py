@@ -54,6 +54,10 @@ class DecoderSession(Closing):
         token_bytes = self._past.token_bytes + self._cross.token_bytes
         return (self.slots + 1) * self._context * token_bytes
 
+    @property
+    def cache_bytes(self) -> int:
+        return sum(int(cache.lengths.sum()) * cache.token_bytes for cache in (self._past, self._cross))
+
     def close(self) -> None:
         self._steps.clear()
         self._past.release()

@@ -49,14 +49,18 @@ class CpuSession(PaddedSession):
     def close(self) -> None:
         self.runtime = None
 
-    def release_memory(self) -> None:
+    def release_memory(self, *, everything: bool = False) -> None:
         """Run a small batch: its end is when ONNX Runtime can return unused memory of its arena."""
-        if self.runtime is not None:
-            import onnxruntime
+        if self.runtime is None:
+            return
+        import onnxruntime
 
-            options = onnxruntime.RunOptions()
-            options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        options = onnxruntime.RunOptions()
+        options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        try:
             self._run(pad(uniform_batch(_SMALL, self.spec.signature), self.spec.signature), options)
+        except Exception as error:
+            raise StageError(f"ONNX Runtime cannot release memory: {error}") from error
 
     def run_padded(self, batch: Batch) -> Outputs:
         if self.runtime is None:

@@ -230,6 +230,7 @@ class _Session(PaddedSession):
         self._has_buckets = options.max_memory is not None and artifact.signature.ignores_padding
         # Shapes that kernels were compiled for since the model was compiled.
         self._shapes: set[Shape] = set()
+        self._is_closed = False
         compiled = self._open()
         # All names: an input whose cast was optimized away has the cast's name too, and that may come first.
         self._feeds = {name for entry in compiled.inputs for name in entry.get_names()}
@@ -248,9 +249,10 @@ class _Session(PaddedSession):
         return compiled
 
     def close(self) -> None:
+        self._is_closed = True
         self._request = None
 
-    def release_memory(self) -> None:
+    def release_memory(self, *, everything: bool = False) -> None:
         """Release the activations, and after many shapes compile the model again: only that releases their kernels.
 
         The kernels of a shape of MiniLM take 1 to 3 MB; a limit on OpenVINO's cache of them hardly lowers that.
@@ -258,13 +260,15 @@ class _Session(PaddedSession):
         if self._request is None:
             return
         self._request.get_compiled_model().release_memory()
-        if len(self._shapes) > _MAX_SHAPES:
+        if len(self._shapes) > (0 if everything else _MAX_SHAPES):
             self._request = None
             self._open()
 
     def run_padded(self, batch: Batch) -> Outputs:
-        if self._request is None:
+        if self._is_closed:
             raise StageError("the session is closed")
+        if self._request is None:  # it could not be compiled again when it released memory
+            self._open()
         bucket = None
         if self._has_buckets:
             width = -(-batch.longest // _BUCKET_TOKENS) * _BUCKET_TOKENS

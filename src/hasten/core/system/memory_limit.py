@@ -1,4 +1,4 @@
-"""Keep the resident memory of this process below a limit that all its CPU sessions share."""
+"""Keep the resident memory of this process below a limit. All sessions on CPUs share what is left."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,91 +17,152 @@ from hasten.core.errors import OverloadedError, TooLargeError, UnsupportedError
 from hasten.core.system.hardware import resident_memory_bytes
 
 _RETRY_S = 1.0
-# A batch waits for others to end, and looks again after this time: other parts of the process free memory, too. If no
-# batch runs, it is rejected after the longer time.
-_POLL_S, _PATIENCE_S = 0.02, 1.0
+# A batch that waits for others looks again after this time: other parts of the process free memory, too.
+_POLL_S = 0.02
+# How long a batch waits while no other runs, and at most: a longer wait would look like a stalled session.
+_IDLE_WAIT_S, _MAX_WAIT_S = 1.0, 10.0
 
 
 class Releasable(Protocol):
     """A session that retains memory between batches."""
 
-    def release_if_idle(self) -> bool:
+    def release_if_idle(self, *, everything: bool = False) -> bool:
         """Return memory to the system unless a batch is running; return whether there was any to return."""
 
 
+class GrowingCache(Protocol):
+    """A decoder, whose KV cache grows while it runs."""
+
+    @property
+    def max_cache_bytes(self) -> int:
+        """Return the size of the cache when all slots are full."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Return the size of what the cache holds now."""
+
+
+class _Process:
+    """The reservations of all limits of this process, and what holds memory in it."""
+
+    def __init__(self) -> None:
+        self.change = threading.Condition()
+        self.reserved_bytes = self.running = 0
+        self.is_measuring = False
+        # Batches that wait, the oldest first: no other overtakes it.
+        self.waiting: deque[object] = deque()
+        self.sessions: WeakSet[Releasable] = WeakSet()
+        self.caches: WeakSet[GrowingCache] = WeakSet()
+
+
+_PROCESS = _Process()
+
+
 class MemoryLimit:
-    """The limit, and the memory that running batches may still allocate. Thread-safe."""
+    """A limit of the resident memory of this process. Thread-safe; several limits share one account."""
 
     def __init__(self, limit_bytes: int) -> None:
         if resident_memory_bytes() is None:
             raise UnsupportedError("a memory limit needs Linux: other systems do not report resident memory")
         self.limit_bytes = limit_bytes
-        self._change = threading.Condition()
-        self._reserved_bytes = self._running = 0
-        self._sessions: WeakSet[Releasable] = WeakSet()
 
-    def add(self, session: Releasable) -> None:
+    def add_session(self, session: Releasable) -> None:
         """Let other sessions ask this one to release memory."""
-        with self._change:
-            self._sessions.add(session)
+        with _PROCESS.change:
+            _PROCESS.sessions.add(session)
+
+    def add_cache(self, cache: GrowingCache) -> None:
+        """Keep room for the growth of a KV cache: running sequences cannot be rejected."""
+        with _PROCESS.change:
+            _PROCESS.caches.add(cache)
 
     def left_bytes(self) -> int:
         """Return the memory that a further batch may allocate."""
-        return self.limit_bytes - (resident_memory_bytes() or 0) - self._reserved_bytes
+        with _PROCESS.change:
+            growth = sum(max(0, cache.max_cache_bytes - cache.cache_bytes) for cache in _PROCESS.caches)
+            return self.limit_bytes - (resident_memory_bytes() or 0) - _PROCESS.reserved_bytes - growth
 
-    def fits(self, size: int) -> bool:
+    def fits(self, size: int, *, everything: bool = False) -> bool:
         """Return whether a batch that allocates this many bytes may run now, after idle sessions released memory."""
         if size <= self.left_bytes():
             return True
-        with self._change:
-            sessions = list(self._sessions)
-        released = [session.release_if_idle() for session in sessions]
-        if any(released):
-            trim_heap()
-        return size <= self.left_bytes()
+        with _PROCESS.change:
+            sessions = list(_PROCESS.sessions)
+        for session in sessions:
+            if session.release_if_idle(everything=everything):
+                trim_heap()
+                if size <= self.left_bytes():
+                    return True
+        return False
 
-    def check(self, size: int, baseline_bytes: int, subject: str) -> None:
-        """Raise an error if a batch will never fit beside the memory that the process takes without batches."""
-        left = max(0, self.limit_bytes - baseline_bytes)
-        if size > left:
-            raise TooLargeError(
-                f"{subject} needs about {megabytes(size)} of memory; the limit of {megabytes(self.limit_bytes)}"
-                f" (--max-memory) leaves {megabytes(left)}"
-            )
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Let no batch run, and no session release memory, while the memory of a new session is measured."""
+        with _PROCESS.change:
+            _PROCESS.change.wait_for(lambda: not _PROCESS.is_measuring)
+            _PROCESS.is_measuring = True
+            _PROCESS.change.wait_for(lambda: not _PROCESS.running)
+        try:
+            self.fits(self.limit_bytes)  # idle sessions release what they retain
+            yield
+        finally:
+            with _PROCESS.change:
+                _PROCESS.is_measuring = False
+                _PROCESS.change.notify_all()
+
+    def wait_while_measuring(self) -> None:
+        """Wait until no session is measured."""
+        with _PROCESS.change:
+            _PROCESS.change.wait_for(lambda: not _PROCESS.is_measuring)
 
     @contextmanager
     def reserve(self, size: int, subject: str) -> Iterator[None]:
-        """Hold memory for a batch; if there is too little, wait for other batches to end."""
+        """Hold memory for a batch; if there is too little, wait for other batches to end.
+
+        Raise TooLargeError if it does not fit although no other batch runs, OverloadedError if others run for too long.
+        """
         self._await(size, subject)
         try:
             yield
         finally:
-            with self._change:
-                self._reserved_bytes -= size
-                self._running -= 1
-                self._change.notify_all()
+            with _PROCESS.change:
+                _PROCESS.reserved_bytes -= size
+                _PROCESS.running -= 1
+                _PROCESS.change.notify_all()
 
     def _await(self, size: int, subject: str) -> None:
-        until = time.monotonic() + _PATIENCE_S
-        while True:
-            is_fitting = self.fits(size)
-            with self._change:
-                if is_fitting and size <= self.left_bytes():
-                    self._reserved_bytes += size
-                    self._running += 1
-                    return
-                if self._running:
-                    until = time.monotonic() + _PATIENCE_S
-                elif time.monotonic() > until:
-                    message = f"{subject} needs about {megabytes(size)} of memory, which other requests occupy"
-                    raise OverloadedError(message, retry_after_s=_RETRY_S)
-                self._change.wait(_POLL_S)
-
-
-@cache
-def memory_limit(limit_bytes: int) -> MemoryLimit:
-    """Return the limit of this process: all sessions with the same one share it."""
-    return MemoryLimit(limit_bytes)
+        ticket = object()
+        begin = idle_since = time.monotonic()
+        with _PROCESS.change:
+            _PROCESS.waiting.append(ticket)
+        try:
+            while True:
+                is_fitting = self.fits(size, everything=time.monotonic() - idle_since > _IDLE_WAIT_S / 2)
+                with _PROCESS.change:
+                    is_next = _PROCESS.waiting[0] is ticket
+                    can_run = is_next and not _PROCESS.is_measuring
+                    if can_run and is_fitting and size <= self.left_bytes():
+                        _PROCESS.reserved_bytes += size
+                        _PROCESS.running += 1
+                        return
+                    now = time.monotonic()
+                    if _PROCESS.running or not can_run:
+                        idle_since = now
+                    if now - idle_since > _IDLE_WAIT_S:
+                        raise TooLargeError(
+                            f"{subject} needs about {megabytes(size)} of memory; the memory limit of"
+                            f" {megabytes(self.limit_bytes)} leaves {megabytes(max(0, self.left_bytes()))}"
+                        )
+                    if now - begin > _MAX_WAIT_S:
+                        raise OverloadedError(
+                            f"{subject} needs about {megabytes(size)} of memory, which other batches use",
+                            retry_after_s=_RETRY_S,
+                        )
+                    _PROCESS.change.wait(_POLL_S)
+        finally:
+            with _PROCESS.change:
+                _PROCESS.waiting.remove(ticket)
+                _PROCESS.change.notify_all()
 
 
 def megabytes(size: int) -> str:

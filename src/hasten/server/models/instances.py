@@ -48,7 +48,7 @@ def choose_instances(artifact: Artifact, bundle: str, shape: Shape, max_memory: 
     if len(counts) == 1:
         return 1
     # All that the best number depends on.
-    inputs = [bundle, str(artifact.variant), str(shape), cores, machine.cpu, machine.gpus, library_versions()]
+    inputs = [bundle, str(artifact.variant), str(shape), counts, cores, machine.cpu, machine.gpus, library_versions()]
     key = hashlib.sha256(msgspec.json.encode(inputs)).hexdigest()[:32]
     file = cache_directory() / "instances" / f"{key}.json"
     rates = _read_cache(file)

@@ -16,7 +16,15 @@ import msgspec
 import numpy as np
 
 from hasten.backends import Session
-from hasten.core.errors import DeadlineError, HastenError, InputError, ServeError, StageError, UnavailableError
+from hasten.core.errors import (
+    DeadlineError,
+    HastenError,
+    InputError,
+    OverloadedError,
+    ServeError,
+    StageError,
+    UnavailableError,
+)
 from hasten.core.tensors import Outputs, Shape, Signature, gather
 from hasten.server.request_records import RequestStats
 from hasten.server.scheduling.admission import TokenAdmission
@@ -209,7 +217,8 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
         # An error of the server itself, such as a text that exceeds the memory limit, is not a failure of the session.
         is_rejected = isinstance(error, ServeError)
         works = is_rejected or self._works(worker)
-        if works and len(job.slices) > 1:
+        # A request that is too large is alone at fault; too little memory for now would make each part wait again.
+        if works and not isinstance(error, OverloadedError) and len(job.slices) > 1:
             half = len(job.slices) // 2
             for slices in (job.slices[:half], job.slices[half:]):
                 self._run(worker, BatchJob.of(slices, job.round_up))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from hasten.backends import Decoder, Session
-from hasten.core.errors import DeadlineError, HastenError, StageError, UnavailableError
+from hasten.core.errors import DeadlineError, HastenError, ServeError, StageError, UnavailableError
 from hasten.server.scheduling.admission import Admission
 from hasten.server.scheduling.core_scheduler import Share
 
@@ -163,6 +163,8 @@ class EngineLifecycle(ABC, Generic[Request]):
         worker.busy_since = time.monotonic()
         try:
             self._warm_up(worker)
+            worker.failure = ""
+        except ServeError:  # too little memory for now is no failure of the session
             worker.failure = ""
         except BaseException as error:
             worker.failure = str(error) or type(error).__name__
