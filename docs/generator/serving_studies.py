@@ -177,7 +177,7 @@ def memory() -> Study:
         method=(
             f"MiniLM embeddings; {results['clients']} clients send requests of {results['texts_per_request']} texts of "
             f"equal length, of every second length up to {results['longest']} tokens, in random order.",
-            "Resident memory; the peak as the system records it. Medians over servers that alternate.",
+            "Resident memory; the peak as the system records it. One run of each server.",
             "All sessions of a model may take a quarter of the limit with their weights: with it, ONNX Runtime has one "
             "session here, without it two.",
         ),
