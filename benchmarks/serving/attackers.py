@@ -52,7 +52,7 @@ Attack = Callable[[Target, int], Awaitable[str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """How one kind of attack runs: up to `at_once` at a time, `per_second` of them begun."""
+    """A kind of attack. Up to `at_once` attackers run it at a time, and `per_second` of them start each second."""
 
     attack: Attack
     at_once: int
@@ -67,7 +67,7 @@ class Peer:
 
     @classmethod
     async def open(cls, port: int, receive_bytes: int = 0) -> Peer:
-        """Connect."""
+        """Return a connection to the server."""
         connection = socket.socket()
         if receive_bytes:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)

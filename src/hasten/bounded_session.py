@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hasten.backends import Session, uniform_batch
+from hasten.backends import LIMITED_BUCKET_TOKENS, Session, uniform_batch
 from hasten.core.errors import HastenError, PlanError, TooLargeError
 from hasten.core.system.hardware import resident_memory_bytes
 from hasten.core.system.memory_limit import MemoryLimit, megabytes, trim_heap
@@ -30,8 +30,6 @@ _MARGIN_BYTES = 8 * 2**20
 _MIN_TOKEN_BYTES = 2**10
 # Outputs are copied when padding is removed and when parts of a batch are gathered.
 _OUTPUT_COPIES = 2
-# Sessions may pad rows to a multiple of this many tokens.
-_BUCKET_TOKENS = 16
 # Before a batch is split, its session releases everything, which may take as long as loading it, but only once in as
 # many batches.
 _BATCHES_PER_RELEASE = 32
@@ -93,8 +91,8 @@ class BoundedSession(Session):
     def _run(self, batch: Batch) -> Outputs:
         size = self._bytes(batch)
         if not self._make_room(size, is_splittable=len(batch) > 1):
-            halves = np.array_split(np.argsort(batch.lengths, kind="stable"), 2)
-            return gather([(rows, self._run(batch.take(rows))) for rows in halves], batch, self.spec.signature)
+            parts = np.array_split(np.argsort(batch.lengths, kind="stable"), 2)
+            return gather([(rows, self._run(batch.take(rows))) for rows in parts], batch, self.spec.signature)
         with self._limit.reserve(size, f"a text of {batch.longest} tokens"):
             self._batches += 1
             self._batches_since_all += 1
@@ -121,7 +119,7 @@ class BoundedSession(Session):
 
     def _bytes(self, batch: Batch) -> int:
         """Return the memory that a batch allocates at most."""
-        padded = -(-batch.longest // _BUCKET_TOKENS) * _BUCKET_TOKENS
+        padded = -(-batch.longest // LIMITED_BUCKET_TOKENS) * LIMITED_BUCKET_TOKENS
         scale = min(padded, self.spec.signature.max_length) / self._length
         return int(len(batch) * self._row_bytes * max(scale, scale**2)) + _MARGIN_BYTES
 

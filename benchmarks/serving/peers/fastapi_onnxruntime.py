@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import uvicorn
 from classifier import Classifier
 from fastapi import FastAPI
 from options import Options, parse_arguments
 from pydantic import BaseModel
+from uvicorn_workers import run
 
 
 class PredictRequest(BaseModel):
@@ -37,14 +37,4 @@ def create_app() -> FastAPI:
 
 
 if __name__ == "__main__":
-    arguments = parse_arguments(__doc__)
-    workers = Options.of(arguments).instances
-    uvicorn.run(
-        "fastapi_onnxruntime:create_app",
-        factory=True,
-        port=int(arguments.port),
-        workers=workers,
-        # While they import, workers answer their supervisor late, and it would replace them.
-        timeout_worker_healthcheck=60,
-        log_level="warning",
-    )
+    run("fastapi_onnxruntime:create_app", __doc__)

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
-import uvicorn
 from fastapi import FastAPI
 from options import Options, length_buckets, parse_arguments
 from pydantic import BaseModel
 from transformers import pipeline
+from uvicorn_workers import run
 
 
 class PredictRequest(BaseModel):
@@ -77,14 +77,4 @@ def classify(pipe: Any, texts: list[str], options: Options) -> list[dict[str, An
 
 
 if __name__ == "__main__":
-    arguments = parse_arguments(__doc__)
-    workers = Options.of(arguments).instances
-    uvicorn.run(
-        "fastapi_transformers:create_app",
-        factory=True,
-        port=int(arguments.port),
-        workers=workers,
-        # While they import, workers answer their supervisor late, and it would replace them.
-        timeout_worker_healthcheck=60,
-        log_level="warning",
-    )
+    run("fastapi_transformers:create_app", __doc__)

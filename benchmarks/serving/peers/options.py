@@ -1,4 +1,4 @@
-"""How a peer runs the model: the command line of all peers, and the configurations that the throughput study tries."""
+"""Define the options of a peer, their command line, and the split of a batch into length buckets."""
 
 from __future__ import annotations
 

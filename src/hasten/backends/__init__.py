@@ -41,6 +41,8 @@ from hasten.core.variant import CUDA, Support, Variant
 MODEL = "model"
 ENCODER = "encoder"
 DECODER = "decoder"
+# With a memory limit, a session may pad rows to a multiple of this many tokens.
+LIMITED_BUCKET_TOKENS = 16
 
 
 class Dialect(StrEnum):

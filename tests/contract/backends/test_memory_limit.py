@@ -64,11 +64,11 @@ def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     # Padding would change the mean: rows of equal length run together.
     signature = Signature(inputs, outputs, MAX_LENGTH, ignores_padding=False)
     (folder / "made").mkdir()
-    made = backend.make(Source(signature, {MODEL: folder / "source.onnx"}), variant, folder / "made")
+    model = backend.make(Source(signature, {MODEL: folder / "source.onnx"}), variant, folder / "made")
     # The first session also loads the runtime's libraries.
-    with open_session(made, RunOptions(1)) as session:
+    with open_session(model, RunOptions(1)) as session:
         session.run(batch_of([64]))
-    return made
+    return model
 
 
 def batch_of(lengths: list[int]) -> Batch:

@@ -52,10 +52,8 @@ def test_kv_cache_beyond_the_memory_limit_is_an_error(bundle: Path, answer: str)
     resident = resident_memory_bytes() or 0
     with hasten.load(bundle, max_memory=resident + 2**30) as generate:
         assert generate(PROMPT) == [{"generated_text": PROMPT + answer}]
-        size = generate.decoder.max_cache_bytes
     with pytest.raises(PlanError, match="the KV cache of 8 slots needs up to"):
         hasten.load(bundle, max_memory=max(1, resident - 2**20))
-    assert size > 0
 
 
 def test_generation_bundle_has_no_graph_to_fall_back_to(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,12 +59,6 @@ def test_memory_limit_below_the_model_is_an_error(classifier_bundle: Bundle, tmp
         assert "raise the limit" in server.log
 
 
-def test_server_answers_within_its_memory_limit(classifier_bundle: Bundle, tmp_path: Path) -> None:
-    with Running(tmp_path, str(classifier_bundle.path), *QUIET, "--max-memory", "1GB") as server:
-        assert predict(server.ready()) == 200
-        assert server.stop() == 0
-
-
 def test_tls_serves_http_and_grpc(classifier_bundle: Bundle, certificate: tuple[Path, Path], tmp_path: Path) -> None:
     grpc = pytest.importorskip("grpc")
     health = importlib.import_module("grpc_health.v1.health_pb2")

@@ -11,7 +11,17 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from hasten.backends import MODEL, Artifact, Dialect, PaddedSession, RunOptions, Session, Source, probe_packages
+from hasten.backends import (
+    LIMITED_BUCKET_TOKENS,
+    MODEL,
+    Artifact,
+    Dialect,
+    PaddedSession,
+    RunOptions,
+    Session,
+    Source,
+    probe_packages,
+)
 from hasten.backends.openvino.arm_workarounds import work_around_arm_bugs
 from hasten.core.errors import StageError
 from hasten.core.onnx.probe_graph import INPUT, WIDTH, probe_graph
@@ -31,8 +41,6 @@ _INT8_ACTIVATIONS = "f32"
 _INT8_TYPES = ("i8", "u8")
 # Shapes after which memory is released by compiling the model again, which takes as long as loading it.
 _MAX_SHAPES = 64
-# With a memory limit, rows are padded to a multiple of this many tokens.
-_BUCKET_TOKENS = 16
 
 
 class OpenVino:
@@ -226,7 +234,7 @@ class _Session(PaddedSession):
 
     def __init__(self, artifact: Artifact, options: RunOptions) -> None:
         self._artifact, self._threads = artifact, options.thread_count
-        # Fewer shapes take less memory for kernels, and more time.
+        # Fewer shapes need fewer compiled kernels, and rows more padding.
         self._has_buckets = options.max_memory is not None and artifact.signature.ignores_padding
         # Shapes that kernels were compiled for since the model was compiled.
         self._shapes: set[Shape] = set()
@@ -271,7 +279,7 @@ class _Session(PaddedSession):
             self._open()
         bucket = None
         if self._has_buckets:
-            width = -(-batch.longest // _BUCKET_TOKENS) * _BUCKET_TOKENS
+            width = -(-batch.longest // LIMITED_BUCKET_TOKENS) * LIMITED_BUCKET_TOKENS
             bucket = Shape(len(batch), min(width, self.spec.signature.max_length))
         self._shapes.add(bucket or Shape(len(batch), batch.longest))
         feeds = pad(batch, self.spec.signature, bucket)

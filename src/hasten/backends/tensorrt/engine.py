@@ -256,6 +256,7 @@ def _log(library: Library) -> Any:
     tensorrt = library.load()
     severities = tensorrt.ILogger.Severity
 
+    # mypy cannot resolve a class of a module that is chosen at run time.
     class Log(tensorrt.ILogger):  # type: ignore[name-defined]
         def __init__(self) -> None:
             tensorrt.ILogger.__init__(self)
