@@ -95,9 +95,10 @@ class Worker:
             target = self._folder / f"bundle-{number}"
             which = number % len(self._mutators)
             kind, is_sealed = self._mutators[which].write(number, target)
-            outcomes, faults = self._use(number, target, None if is_sealed else self._answers[which])
             if keep is not None:
-                shutil.copytree(target, keep / target.name, symlinks=True, ignore=lambda *_: [])
+                # Before it is used, which may end this process.
+                shutil.copytree(target, keep / target.name, symlinks=True)
+            outcomes, faults = self._use(number, target, None if is_sealed else self._answers[which])
             shutil.rmtree(target, ignore_errors=True)
             yield {"number": number, "kind": kind, "sealed": is_sealed, "outcomes": outcomes, "faults": faults}
 

@@ -64,7 +64,8 @@ def main() -> None:
     contenders = [each for each in contenders if each.name == TRANSFORMERS or args.only in each.name]
     turns = make_turns(args.model)
     answers = time_alternating(contenders, turns, eos_ids(bundle), args.rounds)
-    rows = [result_row(each, answers, turns) for each in contenders]
+    finished = [each for each in contenders if each.name in answers]
+    rows = [result_row(each, answers, turns) for each in finished]
     add_accuracy(rows, bundle)
     results = {
         **provenance(),
@@ -75,6 +76,7 @@ def main() -> None:
         "prompt_tokens": len(turns[1][1][0]),
         "prefill_tokens": PREFILL_TOKENS,
         "reference_perplexity": reference_perplexity(bundle),
+        "failed": [each.name for each in contenders if each not in finished],
         "rows": rows,
     }
     name = "generation_gpu.json" if args.device == "cuda" else "generation.json"
@@ -120,14 +122,19 @@ def eos_ids(bundle: Bundle) -> list[int]:
 def time_alternating(
     contenders: list[Contender], turns: Turns, eos_ids: list[int], rounds: int
 ) -> dict[str, dict[str, list[Any]]]:
-    """Return the answers of the workers by contender and kind of turn."""
+    """Return the answers of the workers by contender and kind of turn, without contenders that failed."""
     workers = {contender.name: start_worker(contender) for contender in contenders}
     answers: dict[str, dict[str, list[Any]]] = {name: {kind: [] for kind, *_ in turns} for name in workers}
     order = np.random.default_rng(0)
     for turn in range(rounds + 1):
         for name in order.permutation(list(workers)):
             for kind, prompts, tokens in turns:
-                answer = ask_worker(workers[name], {"prompts": prompts, "tokens": tokens, "eos_ids": eos_ids})
+                try:
+                    answer = ask_worker(workers[name], {"prompts": prompts, "tokens": tokens, "eos_ids": eos_ids})
+                except (OSError, ValueError) as error:
+                    print(f"{name} failed: {error}")
+                    del workers[name], answers[name]
+                    break
                 if turn:  # the first turn warms up
                     answers[name][kind].append(answer)
     for process in workers.values():
@@ -188,10 +195,13 @@ def start_worker(contender: Contender) -> Any:
 
 
 def ask_worker(process: Any, request: dict[str, Any]) -> Any:
-    """Return the answer of a worker."""
+    """Return the answer of a worker; raise ValueError if it ended or its texts are too short."""
     process.stdin.write(json.dumps(request) + "\n")
     process.stdin.flush()
-    return json.loads(process.stdout.readline())
+    answer = json.loads(process.stdout.readline())
+    if any(len(generated) != request["tokens"] for generated in answer["generated"]):
+        raise ValueError("a text ended early")
+    return answer
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import hasten
 from hasten.bundle import Bundle
+from hasten.core.system.hardware import this_machine
 
 WORKERS = Path(__file__).parent / "generation"
 TRANSFORMERS = "transformers"
@@ -32,13 +33,14 @@ def ours(bundle: Bundle, args: argparse.Namespace) -> list[Contender]:
     """Return transformers in fp32 and in 16 bits, and the variants of the bundle."""
     weights = sorted(args.model.glob("*.safetensors"))
     half = "float16" if args.device == "cuda" else "bfloat16"
+    dtypes = [half] if args.device == "cuda" or _has_bf16() else []
 
     def transformers(name: str, precision: str, dtype: str) -> Contender:
         command = [sys.executable, str(WORKERS / "transformers_worker.py"), str(args.model), dtype, args.device]
         return Contender(name, precision, command, weights, version(sys.executable, "transformers"))
 
     contenders = [transformers(TRANSFORMERS, "fp32", "float32")]
-    contenders.append(transformers(f"{TRANSFORMERS}, {half}", "16-bit", half))
+    contenders += [transformers(f"{TRANSFORMERS}, {dtype}", "16-bit", dtype) for dtype in dtypes]
     for entry in bundle.manifest.variants:
         command = [sys.executable, str(WORKERS / "hasten_worker.py"), str(args.bundle), entry.name]
         precision = {"fp32": "fp32", "fp16": "16-bit", "int8": "8-bit", "int4": "4-bit"}[
@@ -81,13 +83,19 @@ def peers(args: argparse.Namespace) -> list[Contender]:
         for kind, precision in (("fp32", "fp32"), ("fp16", "16-bit"), ("int8", "8-bit"), ("int4", "4-bit")):
             folder = args.work / f"openvino-{kind}"
             convert([python, worker, "convert", model, str(folder), kind], folder)
-            # Its default arithmetic is bf16 on CPUs that support it; in fp32 both are measured.
-            for arithmetic in ("f32", "bf16") if kind == "fp32" else ("bf16",):
+            # Its default arithmetic is bf16 on CPUs that support it; with fp32 weights both are measured.
+            default = "bf16" if _has_bf16() else "f32"
+            for arithmetic in dict.fromkeys(("f32", default) if kind == "fp32" else (default,)):
                 command = [python, worker, "serve", str(folder), arithmetic]
                 name = f"OpenVINO GenAI, {kind}, {arithmetic} arithmetic"
                 weights = [folder / "openvino_model.bin"]
                 contenders.append(Contender(name, precision, command, weights, version(python, "openvino-genai")))
     return contenders
+
+
+def _has_bf16() -> bool:
+    """Return whether the CPU computes in bf16."""
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(this_machine().instructions)
 
 
 def checkpoint_for_converters(model: Path, folder: Path) -> str:

@@ -32,8 +32,10 @@ sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[1] / "serving" / "peers"))
 
 from classifier import Classifier
+from options import Options
 
 import hasten
+from hasten.core.system.hardware import usable_cores
 from hasten.measure.data import sample_texts
 from hasten.predictor import Predictor
 from provenance import provenance
@@ -99,7 +101,8 @@ def time_rounds(model: Path, bundle: Path, rounds: int, calls: int) -> list[tupl
     """Return the median microseconds of both contenders in every round of every case."""
     predictor = hasten.load(bundle, VARIANT)
     assert isinstance(predictor, Predictor)
-    thirty_lines = Classifier(str(model), str(bundle / "variants" / VARIANT / "model.onnx"))
+    options = Options(instances=1, threads=usable_cores())
+    thirty_lines = Classifier(str(model), str(bundle / "variants" / VARIANT / "model.onnx"), options)
     # The same session, because two would compete: the threads of a session spin for a while after each run.
     thirty_lines.session = predictor.session.runtime
     contenders: dict[str, Callable[[str], Any]] = {

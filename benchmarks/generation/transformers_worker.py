@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from worker import Generate, serve
+from worker import THREADS, Generate, serve
 
 
 def load(model: str, dtype: str, device: str) -> Generate:
@@ -13,6 +13,7 @@ def load(model: str, dtype: str, device: str) -> Generate:
     import torch
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(THREADS)
     module: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(device).eval()
 
     def generate(prompts: list[list[int]], tokens: int, eos_ids: list[int]) -> list[list[int]]:

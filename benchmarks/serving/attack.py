@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -200,29 +201,41 @@ def probe(results: Connection, port: int, grpc_port: int, model: str, cores: set
     # When each probe began, and how long the answers took; infinity for a failed one.
     probes: list[tuple[float, float, float]] = []
     http = KeepAliveConnection(port)
+
+    def ask_http() -> bool:
+        nonlocal http
+        try:
+            http.send(ready)
+        except (OSError, SystemExit):
+            http.close()
+            http = KeepAliveConnection(port)
+            raise
+        return True
+
+    def ask_grpc() -> bool:
+        answer = message("ModelInferResponse").FromString(infer(request.SerializeToString(), timeout=10))
+        raw = list(answer.raw_output_contents)
+        expected[:] = expected or raw
+        return all(_is_close(first, second) for first, second in zip(raw, expected, strict=True))
+
+    def seconds(ask: Callable[[], bool]) -> float:
+        begin = time.perf_counter()
+        try:
+            is_right = ask()
+        except (OSError, SystemExit, grpc.RpcError) as error:
+            print(f"a probe failed: {error}", file=sys.stderr)
+            is_right = False
+        return time.perf_counter() - begin if is_right else float("inf")
+
     with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
         infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
         while not results.poll(PROBE_INTERVAL_S):
-            begin = time.perf_counter()
-            http_s = grpc_s = float("inf")
-            try:
-                http.send(ready)
-                http_s = time.perf_counter() - begin
-                between = time.perf_counter()
-                answer = message("ModelInferResponse").FromString(infer(request.SerializeToString(), timeout=10))
-                grpc_s = time.perf_counter() - between
-                raw = list(answer.raw_output_contents)
-                expected = expected or raw
-                if not all(_close(one, other) for one, other in zip(raw, expected, strict=True)):
-                    grpc_s = float("inf")
-            except (OSError, SystemExit, grpc.RpcError) as error:
-                print(f"a probe failed: {error}", file=sys.stderr)
-            probes.append((begin, http_s, grpc_s))
+            probes.append((time.perf_counter(), seconds(ask_http), seconds(ask_grpc)))
     http.close()
     results.send(probes)
 
 
-def _close(first: bytes, second: bytes) -> bool:
+def _is_close(first: bytes, second: bytes) -> bool:
     """Return whether two outputs, bytes of floats, agree."""
     return len(first) == len(second) and bool(
         np.allclose(np.frombuffer(first, "<f4"), np.frombuffer(second, "<f4"), atol=SCORE_TOLERANCE)
@@ -230,12 +243,13 @@ def _close(first: bytes, second: bytes) -> bool:
 
 
 def resources(process_id: int) -> dict[str, float]:
-    """Return resident memory, open files, threads and CPU time of a process."""
+    """Return resident memory and its peak, open files, threads and CPU time of a process."""
     folder = Path(f"/proc/{process_id}")
     status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
     ticks = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
     return {
         "memory_bytes": int(status["VmRSS"].split()[0]) * 1024,
+        "peak_memory_bytes": int(status["VmHWM"].split()[0]) * 1024,
         "files": len(list((folder / "fd").iterdir())),
         "threads": int(status["Threads"]),
         "cpu_s": sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK"),
@@ -338,12 +352,14 @@ def summarize(
     attackers: dict[str, Counter[str]] = {}
     phases: dict[str, Any] = {}
     for phase, measured in by_phase.items():
-        figures = ("p50_ms", "p99_ms", "p999_ms", "max_ms", "server_cores", "client_cores", "attackers_cores")
+        figures = ("p50_ms", "p99_ms", "p999_ms", "server_cores", "client_cores", "attackers_cores")
         phases[phase] = {name: float(np.median([w[name] for w in measured])) for name in figures}
+        phases[phase]["max_ms"] = max(w["max_ms"] for w in measured)
         for name, position in (("health", 1), ("grpc", 2)):
             times = [p[position] for p in probes if any(w["begin"] <= p[0] < w["end"] for w in measured)]
             phases[phase][name] = {
-                "probes": len(times), "p50_ms": float(np.median(times)) * 1e3, "max_ms": max(times) * 1e3,
+                "probes": len(times), "failed": times.count(float("inf")),
+                "p50_ms": float(np.median(times)) * 1e3, "max_ms": max(filter(math.isfinite, times)) * 1e3,
                 "late": sum(seconds > PROBE_LIMIT_S for seconds in times),
             }  # fmt: skip
         for each in measured:

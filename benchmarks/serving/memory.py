@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--limit", default="512MB", help="memory limit of the server, as 512MB")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--instances", type=int, default=1, help="sessions of every server")
     parser.add_argument("--step", type=int, default=1, help="send every N-th length only")
     parser.add_argument("-o", "--output", type=Path, default=HERE.parent / "results" / "serving_memory.json")
     args = parser.parse_args()
@@ -47,6 +48,9 @@ def main() -> None:
         "limit_bytes": OPTIONS["max_memory"].read(args.limit),
         "clients": CLIENTS,
         "texts_per_request": TEXTS,
+        "rounds": args.rounds,
+        "step": args.step,
+        "instances": args.instances,
         "longest": longest,
         "variants": {},
     }
@@ -54,6 +58,7 @@ def main() -> None:
         rows: dict[str, list[dict[str, Any]]] = {"limited": [], "unlimited": []}
         for number in range(args.rounds):
             for name, options in (("limited", ("--max-memory", args.limit)), ("unlimited", ())):
+                options = ("--instances", str(args.instances), *options)
                 rows[name].append(measure(args.bundle, variant, options, longest, args.step, number))
                 print(f"{variant} {name}: {rows[name][-1]}", flush=True)
         results["variants"][variant] = rows
