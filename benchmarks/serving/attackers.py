@@ -90,7 +90,7 @@ class Peer:
         return line[9:12].decode("latin-1") or "closed"
 
     def close(self, *, by_reset: bool = False) -> None:
-        """Close the connection, with RST in place of FIN if so asked."""
+        """Close the connection with FIN, or with RST."""
         if by_reset:
             linger = struct.pack("ii", 1, 0)
             self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -110,7 +110,7 @@ async def _send(target: Target, data: bytes) -> str:
 
 
 async def _drip(target: Target, head: bytes, part: bytes) -> str:
-    """Send a part twice a second and return what the server says once it has had enough."""
+    """Send a part twice a second and return the status with which the server rejects it."""
     peer = await Peer.open(target.port)
     try:
         peer.writer.write(head)

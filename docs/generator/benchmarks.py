@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from generator import cpu_study, engine_builds, serving_studies, serving_throughput, studies
+from generator import (
+    cpu_study,
+    engine_builds,
+    generation_study,
+    serving_resilience,
+    serving_studies,
+    serving_throughput,
+    studies,
+)
 from generator.results import GENERATED
 
 _STUDIES = (
     cpu_study.cpu,
+    cpu_study.in_process,
     studies.first_answer,
     serving_studies.latency,
     serving_throughput.throughput,
-    serving_studies.endurance,
-    serving_studies.long_prompts,
-    serving_studies.memory,
-    studies.generation,
+    serving_resilience.endurance,
+    serving_resilience.attack,
+    serving_resilience.long_prompts,
+    serving_resilience.memory,
+    generation_study.generation,
     studies.gpu,
     engine_builds.tensorrt_rtx,
     studies.accuracy,

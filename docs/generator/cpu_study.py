@@ -97,6 +97,46 @@ def cpu() -> Study:
     )
 
 
+def in_process() -> Study:
+    """Return the study of what a call in process adds to thirty lines of Python."""
+    results = load("in_process")
+    rows = [
+        [
+            row["model"],
+            str(row["tokens"]),
+            row["texts"],
+            *(f"{row[name] / 1e3:.2f} ms" for name in ("hasten_us", "thirty_lines_us")),
+            "{value:+.0f} µs ({low:+.0f} to {high:+.0f})".format_map(row["difference_us"]),
+        ]
+        for row in results["rows"]
+    ]
+    sooner = [f"{row['texts']} ({row['model']}, {row['tokens']})" for row in results["rows"] if _is_later(row)]
+    return Study(
+        title="In process",
+        question="What does `hasten.load(bundle)(text)` add to thirty lines of tokenizers and ONNX Runtime?",
+        answer=[
+            *table(["model", "tokens", "texts", "hasten", "thirty lines", "difference"], rows),
+            "",
+            f"The thirty lines answer sooner for: {'; '.join(sooner)}." if sooner else "hasten answers as soon.",
+        ],
+        method=(
+            "One text per call, from text to label and score, with the same ONNX Runtime session of "
+            f"`{results['variant']}`; calls alternate. The thirty lines are `benchmarks/serving/peers/classifier.py`.",
+            f"Medians over {results['rounds']} rounds in each of {results['runs']} processes; the difference is the "
+            "median over rounds with its bootstrap interval of 95 %.",
+            "*Repeated* is one text again and again, *new* are new texts of known words, *all words new* are words "
+            "that the word cache of hasten's tokenizer has never seen. The model of one layer shows Python's share.",
+        ),
+        machines=(machine_line(results),),
+        command="python benchmarks/cpu/in_process.py MODEL",
+        files=("in_process",),
+    )
+
+
+def _is_later(row: dict[str, Any]) -> bool:
+    return float(row["difference_us"]["low"]) > 0
+
+
 def _speed_cell(row: dict[str, Any], name: str) -> str:
     speedup = "1×" if name == BASELINE else interval(row["speedup"][name], "×")
     return f"{speedup}, {duration(paired_p50_ms(row)[name])}"

@@ -49,7 +49,7 @@ def tensorrt_rtx() -> Study:
             "The builder compiles for all GPUs that the runtime supports and times no kernels, so it needs none. Build "
             "times are those of processes that ran beside others.",
             "A process that ended early leaves no results of its model. DeBERTa-v2's crashed in the builder; BART's "
-            "ended because transformers has no such head. The script has since learnt to continue after either.",
+            "ended because transformers has no such head. Since this run the script continues after either.",
             "An architecture without a graph, or whose graph gives wrong answers, is "
             "[not supported](reference/support.md) by any backend; the latter are parsed and built here all the same.",
         ),

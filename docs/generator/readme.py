@@ -95,7 +95,7 @@ def _chart() -> str:
 
 
 def _build_output() -> str:
-    """Return the output of the build that the chart was measured with, with fewer rejected variants."""
+    """Return the output of a build of the model of the chart, with fewer rejected variants."""
     build = load("cpu")["build"]
     title, *lines = build["printed"]
     # The model was built from the copy of the weights that a package ships.
@@ -119,7 +119,8 @@ def _narrow_gaps(lines: list[str]) -> list[str]:
 
 
 def _serving() -> str:
-    results, first_answer = load("serving_throughput"), load("cpu")["first_answer"]
+    results, cpu = load("serving_throughput"), load("cpu")
+    first_answer = cpu["first_answer"]
     contenders, chosen = results["contenders"], results["bundle"]["chosen"]
     tuning = "peers in their best configurations" if "tuning" in results else "peers not tuned"
     peers = sorted(contenders, key=lambda name: -over_rounds(contenders[name], "per_second"))
@@ -145,7 +146,7 @@ def _serving() -> str:
         "",
         f"SST-2 classifier, {results['clients']} clients, {results['share_of_long_texts']:.0%} long reviews among "
         f"sentences; {cpu_name(results)}, {day(results)}; {tuning}. {faster_peers(results)} First MiniLM embedding of "
-        f"a fresh process: {ours}; sentence-transformers {torch}, fastembed {fastembed}. "
+        f"a fresh process: {ours}; sentence-transformers {torch}, fastembed {fastembed} ({cpu_name(cpu)}, {day(cpu)}). "
         "[All peers](docs/benchmarks.md#serving-throughput).",
         "",
     ]

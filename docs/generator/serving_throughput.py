@@ -26,7 +26,7 @@ def throughput() -> Study:
             [
                 server_label(name),
                 _configuration(name, results),
-                f"{over_rounds(contenders[name], 'per_second'):.0f}",
+                f"{over_rounds(contenders[name], 'per_second'):.0f}{_errors(contenders[name])}",
                 duration(over_rounds(contenders[name], "p50_ms")),
                 duration(over_rounds(contenders[name], "p99_ms")),
                 f"{contenders[name]['judged']['accuracy']:.3f}",
@@ -60,7 +60,8 @@ def throughput() -> Study:
             "Tuned peers run in the configuration with the most requests/s of those that were tried: FastAPI "
             f"{versions['fastapi']}, LitServe {versions['litserve']}, Ray Serve {versions['ray']}, tritonserver "
             f"(nvidia-pytriton {versions['nvidia-pytriton']}, Python backend). Their environments have ONNX Runtime "
-            f"{versions['onnxruntime']}; intra-op threads are the cores divided by the instances.",
+            f"{versions['onnxruntime']}; intra-op threads are the cores divided by the instances, "
+            "or one for FastAPI, which runs requests side by side.",
             "*In length buckets* means that the batch is sorted by length and run in parts of similar length, by code "
             "in the peer's model. *Padded* pads the batch to its longest text, as in tutorials.",
             "FastAPI runs a plain function in its thread pool, without batching. *FastAPI, transformers* queues "
@@ -142,7 +143,7 @@ def _tuning_table(results: dict[str, Any]) -> list[str]:
             cells[name][_described(row)] = f"**{text}**" if row is best else text
     header = ["configuration", *(name.removesuffix(STOCK_GRAPH) for name in cells)]
     return [
-        f"Tuning of the peers on {machine_and_day(results)}: requests/s of each configuration during "
+        f"Tuning of the peers on {machine_and_day(tuning)}: requests/s of each configuration during "
         f"{tuning['seconds']:.0f} s. The table of this machine has the best ones (bold), measured for longer.",
         "",
         *table(header, [[each, *(column.get(each, "") for column in cells.values())] for each in configurations]),
@@ -162,6 +163,12 @@ def _rounds(results: dict[str, Any]) -> str:
     row = results["contenders"][HASTEN]
     rounds = f"{len(row['rounds'])} rounds of {results['seconds']:.0f} s"
     return f"{rounds}, accuracy on {row['judged']['rows']} sentences"
+
+
+def _errors(contender: dict[str, Any]) -> str:
+    """Return the number of failed requests, if there are any."""
+    failed = sum(each["errors"] for each in contender["rounds"])
+    return f" ({_count(failed, 'error')})" if failed else ""
 
 
 def _count(number: int, noun: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hasten.backends import LIMITED_BUCKET_TOKENS, Session, uniform_batch
-from hasten.core.errors import HastenError, PlanError, TooLargeError
+from hasten.core.errors import HastenError, OverloadedError, PlanError, TooLargeError
 from hasten.core.system.hardware import resident_memory_bytes
 from hasten.core.system.memory_limit import MemoryLimit, megabytes, trim_heap
 from hasten.core.tensors import Batch, Outputs, Shape, gather
@@ -41,8 +41,9 @@ class BoundedSession(Session):
     def __init__(self, session: Session, limit: MemoryLimit) -> None:
         self.spec = session.spec
         self._session, self._limit = session, limit
-        # Held while a batch runs: other threads release memory of idle sessions.
-        self._lock = threading.Lock()
+        # Held while a batch runs: other threads release memory of idle sessions. Reentrant, since a batch that waits
+        # also releases that of its own.
+        self._lock = threading.RLock()
         # Batches since memory was released, and since everything was.
         self._batches = self._batches_since_all = 0
         with limit.measuring():
@@ -55,7 +56,10 @@ class BoundedSession(Session):
                     f" and its memory limit is {megabytes(limit.limit_bytes)}",
                     hint="raise the limit, or load fewer models or sessions",
                 )
-            self._length, self._row_bytes = self._measure()
+        self._length, self._row_bytes = self._measure()
+        # The most that was left for a batch while none ran: a text that needs more never fits.
+        with limit.measuring():
+            self._capacity = limit.left_bytes()
         limit.add_session(self)
 
     def close(self) -> None:
@@ -64,8 +68,7 @@ class BoundedSession(Session):
             self._session.close()
 
     def run(self, batch: Batch) -> Outputs:
-        self._limit.wait_while_measuring()
-        with self._lock:
+        with self._limit.using(), self._lock:
             return self._run(batch)
 
     def warm(self, shapes: Sequence[Shape]) -> None:
@@ -73,7 +76,7 @@ class BoundedSession(Session):
         for shape in shapes:
             try:
                 super().warm([shape])
-            except TooLargeError as error:
+            except (TooLargeError, OverloadedError) as error:
                 logger.warning("not warmed up: %s", error.message)
 
     def release_if_idle(self, *, everything: bool = False) -> bool:
@@ -90,7 +93,9 @@ class BoundedSession(Session):
 
     def _run(self, batch: Batch) -> Outputs:
         size = self._bytes(batch)
-        if not self._make_room(size, is_splittable=len(batch) > 1):
+        if len(batch) == 1:
+            self._check_capacity(size, batch.longest)
+        elif not self._make_room(size):
             parts = np.array_split(np.argsort(batch.lengths, kind="stable"), 2)
             return gather([(rows, self._run(batch.take(rows))) for rows in parts], batch, self.spec.signature)
         with self._limit.reserve(size, f"a text of {batch.longest} tokens"):
@@ -98,15 +103,25 @@ class BoundedSession(Session):
             self._batches_since_all += 1
             return self._session.run(batch)
 
-    def _make_room(self, size: int, *, is_splittable: bool) -> bool:
-        """Release memory until a batch fits; return whether it does. A single row is left to wait."""
+    def _check_capacity(self, size: int, tokens: int) -> None:
+        """Reject a text that would not fit if it were alone: waiting would only stop other batches."""
+        if size > self._capacity:
+            self._capacity = max(self._capacity, self._limit.left_bytes())
+        if size > self._capacity:
+            raise TooLargeError(
+                f"a text of {tokens} tokens needs about {megabytes(size)} of memory; the memory limit of"
+                f" {megabytes(self._limit.limit_bytes)} leaves {megabytes(self._capacity)}"
+            )
+
+    def _make_room(self, size: int) -> bool:
+        """Release memory until a batch of several rows fits; return whether it does."""
         if size > self._limit.left_bytes() and self._release():
             trim_heap()
         if self._limit.fits(size):
             return True
-        if (not is_splittable or self._batches_since_all >= _BATCHES_PER_RELEASE) and self._release(everything=True):
+        if self._batches_since_all >= _BATCHES_PER_RELEASE and self._release(everything=True):
             trim_heap()
-        return not is_splittable or self._limit.fits(size)
+        return self._limit.fits(size)
 
     def _release(self, *, everything: bool = False) -> bool:
         if not (self._batches_since_all if everything else self._batches):
@@ -126,19 +141,26 @@ class BoundedSession(Session):
     def _measure(self) -> tuple[int, int]:
         """Return the longest length that was measured, and the memory that a row of it allocates."""
         max_length = self.spec.signature.max_length
-        length = min(_FIRST_LENGTH, max_length)
+        length, allocated = min(_FIRST_LENGTH, max_length), 0
         while True:
-            batch = uniform_batch(Shape(1, length), self.spec.signature)
-            before = resident_memory_bytes() or 0
-            outputs = self._session.run(batch)
-            allocated = max((resident_memory_bytes() or 0) - before, length * _MIN_TOKEN_BYTES)
-            allocated += _OUTPUT_COPIES * sum(value.nbytes for value in outputs.values())
-            del outputs
-            self._session.release_memory()
-            trim_heap()
+            # Batches of other sessions may run between two lengths.
+            with self._limit.measuring():
+                allocated = max(allocated, self._measure_row(length))
             if length == max_length:
                 return length, allocated
             if _GROWTH * allocated + _MARGIN_BYTES > self._limit.left_bytes():
                 logger.warning("texts of more than about %d tokens may not fit into the memory limit", length)
                 return length, allocated
             length = min(2 * length, max_length)
+
+    def _measure_row(self, length: int) -> int:
+        """Return the memory that one row of this length allocates, outputs included."""
+        batch = uniform_batch(Shape(1, length), self.spec.signature)
+        before = resident_memory_bytes() or 0
+        outputs = self._session.run(batch)
+        allocated = max((resident_memory_bytes() or 0) - before, length * _MIN_TOKEN_BYTES)
+        allocated += _OUTPUT_COPIES * sum(value.nbytes for value in outputs.values())
+        del outputs
+        self._session.release_memory()
+        trim_heap()
+        return allocated

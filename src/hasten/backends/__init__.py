@@ -122,7 +122,7 @@ class Session(Closing):
     def release_memory(self, *, everything: bool = False) -> None:
         """Return the memory that is retained for later batches to the system. The default retains none.
 
-        With `everything`, return also what takes as long as loading to make again.
+        With `everything`, also release what takes as long to rebuild as loading does: kernels compiled for a shape.
         """
 
     def warm(self, shapes: Sequence[Shape]) -> None:
@@ -269,12 +269,14 @@ class Decoder(Protocol):
         """Return the number of sequences that can run at once."""
 
     @property
-    def max_cache_bytes(self) -> int:
-        """Return the size of the KV cache when all slots have reached the end of the context."""
-
-    @property
     def cache_bytes(self) -> int:
-        """Return the size of what the KV cache holds now."""
+        """Return the memory that the KV cache has committed; zero once the session is closed."""
+
+    def max_cache_bytes(self, prompt_tokens: int) -> int:
+        """Return the size of the KV cache when all slots have reached the end of the context; zero once closed.
+
+        An encoder reads prompts of at most `prompt_tokens` tokens.
+        """
 
     def prefill(self, slot: int, ids: IntArray) -> FloatArray:
         """Prefill an empty slot with a prompt and return the logits (vocabulary,) of the next token.

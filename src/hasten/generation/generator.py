@@ -152,11 +152,16 @@ def generator_of(bundle: Bundle, artifact: Artifact, options: RunOptions, task: 
     if spec is None:
         task_name = bundle.manifest.task.name
         raise UnsupportedError(f"{bundle.path} holds a model for {task_name}, which does not generate text")
-    return Generator(spec, bundle.tokenizer(), open_decoder(artifact, options, SLOTS), task_preset_for(task, bundle))
+    tokenizer = bundle.tokenizer()
+    decoder = open_decoder(artifact, options, SLOTS, tokenizer.spec.max_length)
+    return Generator(spec, tokenizer, decoder, task_preset_for(task, bundle))
 
 
-def open_decoder(artifact: Artifact, options: RunOptions, slots: int) -> Decoder:
-    """Open the decoder of a variant, with this many slots."""
+def open_decoder(artifact: Artifact, options: RunOptions, slots: int, prompt_tokens: int = 0) -> Decoder:
+    """Open the decoder of a variant, with this many slots.
+
+    With a memory limit, `prompt_tokens` is the longest prompt, whose keys and values an encoder may add to the cache.
+    """
     backend = BACKENDS.get(artifact.variant.backend)
     if not isinstance(backend, SupportsDecoding):
         raise UnsupportedError(f"the backend '{artifact.variant.backend}' does not support text generation")
@@ -164,24 +169,26 @@ def open_decoder(artifact: Artifact, options: RunOptions, slots: int) -> Decoder
         decoder = backend.open_decoder(artifact, options, slots)
     if options.max_memory is not None and artifact.variant.device == CPU:
         try:
-            _reserve_cache(decoder, MemoryLimit(options.max_memory))
+            _reserve_cache(decoder, MemoryLimit(options.max_memory), prompt_tokens)
         except HastenError:
             decoder.close()
             raise
     return decoder
 
 
-def _reserve_cache(decoder: Decoder, limit: MemoryLimit) -> None:
+def _reserve_cache(decoder: Decoder, limit: MemoryLimit, prompt_tokens: int) -> None:
     """Reserve memory for the KV cache of all slots, since running sequences cannot be rejected."""
-    left = limit.left_bytes()
-    if decoder.max_cache_bytes > left:
-        slots = int(left / decoder.max_cache_bytes * (decoder.slots + 1)) - 1
-        raise PlanError(
-            f"the KV cache of {decoder.slots} slots needs up to {megabytes(decoder.max_cache_bytes)}, and the memory"
-            f" limit of {megabytes(limit.limit_bytes)} leaves {megabytes(max(0, left))}",
-            hint=f"raise the limit, or serve with --slots {slots}" if slots > 0 else "raise the limit",
-        )
-    limit.add_cache(decoder)
+    needed = decoder.max_cache_bytes(prompt_tokens)
+    with limit.measuring():
+        left = limit.left_bytes()
+        if needed > left:
+            slots = int(left / needed * (decoder.slots + 1)) - 1
+            raise PlanError(
+                f"the KV cache of {decoder.slots} slots needs up to {megabytes(needed)}, and the memory limit of"
+                f" {megabytes(limit.limit_bytes)} leaves {megabytes(max(0, left))}",
+                hint=f"raise the limit, or serve with --slots {slots}" if slots > 0 else "raise the limit",
+            )
+        limit.add_cache(decoder, prompt_tokens)
 
 
 def _check_finished(sequence: TextSequence) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from hasten.backends import BACKENDS, MODEL, Artifact, RunOptions, Session, Source
 from hasten.core.errors import PlanError, TooLargeError
+from hasten.core.system import memory_limit
 from hasten.core.system.hardware import resident_memory_bytes, this_machine
 from hasten.core.system.memory_limit import trim_heap
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Signature, TensorSpec
@@ -137,7 +138,10 @@ def test_sessions_share_the_limit(artifact: Artifact) -> None:
     assert max(samples) <= limit
 
 
-def test_text_that_never_fits_is_an_error(artifact: Artifact) -> None:
+def test_text_that_never_fits_is_rejected_at_once(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for memory would stop the batches of all other clients."""
+    monkeypatch.setattr(memory_limit, "_IDLE_WAIT_S", 300.0)
+    monkeypatch.setattr(memory_limit, "_MAX_WAIT_S", 300.0)
     with open_session(artifact, RunOptions(1)) as session:
         session.run(batch_of([64]))
         limit = room(12 * 2**20)

@@ -26,7 +26,8 @@ FIRST = "/model/bert/encoder/layer.1/intermediate/dense/MatMul"
 # Activations of 1e1 become 1e7, far beyond fp16, and 1e1 again after the next matmul.
 FACTOR = 1e6
 # The relative error of fp16 in which overflowing operators stay in fp32: 3.2e-3 on x86-64 with AVX-512 FP16 (2026-11).
-GUARDED = 1e-2
+# Arm's CPUs also accumulate in fp16; there it has not been measured.
+GUARDED = 2e-2 if this_machine().has("fp16") else 1e-2
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,7 @@ def test_kv_cache_beyond_the_memory_limit_is_an_error(bundle: Path, answer: str)
         assert generate(PROMPT) == [{"generated_text": PROMPT + answer}]
     with pytest.raises(PlanError, match="the KV cache of 8 slots needs up to"):
         hasten.load(bundle, max_memory=max(1, resident - 2**20))
+    assert generate.decoder.max_cache_bytes(0) == generate.decoder.cache_bytes == 0  # nothing stays reserved
 
 
 def test_generation_bundle_has_no_graph_to_fall_back_to(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

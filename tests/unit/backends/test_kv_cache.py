@@ -118,7 +118,26 @@ def test_forked_process_has_a_cache_of_its_own() -> None:
         "if not child:\n"
         "    buffer[:] = 1\n"
         "    os._exit(0)\n"
-        "os.waitpid(child, 0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
         "assert not buffer.any()\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_memory_of_ended_sequences_stays_committed() -> None:
+    cache = KVCache(PAST, INPUTS, rows=2, limit=1000)
+    cache.grow(10, 0)
+    cache.put(0, value(1, 100), 100)
+    cache.reset(0)
+    cache.put(0, value(1, 10), 10)
+    assert cache.committed_bytes == 100 * cache.token_bytes
+    cache.grow(257, 1)
+    assert cache.committed_bytes == 10 * cache.token_bytes
+    cache.release()
+    assert cache.committed_bytes == 0
+
+
+def test_cache_that_no_memory_can_hold_is_an_error() -> None:
+    inputs = [Entry("past.0.key", ("rows", 2**30, "capacity", 2**30))]
+    with pytest.raises(MemoryError, match="for the KV cache"):
+        KVCache(PAST, inputs, rows=2, limit=1000).grow(10, 0)

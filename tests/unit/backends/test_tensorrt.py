@@ -290,7 +290,8 @@ def test_masked_scores_are_finite_in_fp16(tmp_path: Path) -> None:
     """-3.4e38 is minus infinity in fp16, and 0 times infinity is NaN."""
     typed = write_and_load(attention(), tmp_path, Precision.FP16)
     ours, theirs = run(typed, tokens()), run(attention(), tokens())
-    assert 0 < np.abs(ours - theirs).max() < 1.5e-3  # 4e-4 on x86-64 (2026-11)
+    # 4e-4 on x86-64 (2026-11). Arm's CPUs also accumulate in fp16; there it has not been measured.
+    assert 0 < np.abs(ours - theirs).max() < (5e-3 if this_machine().has("fp16") else 1.5e-3)
 
 
 def test_decomposed_norm_stays_in_fp32(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_decompression_stops_at_size_and_ratio() -> None:
     sizes: list[int] = []
     with pytest.raises(TooLargeError, match="compressed more than 200:1"):
         decompress(bomb, "gzip", 2**25, sizes.append)
-    assert sum(sizes) <= 200 * len(bomb) < 2**23
+    assert sum(sizes) <= 2**20 < len(bomb) * 200
     with pytest.raises(TooLargeError, match="larger than 1000 bytes"):
         decompress(bomb, "gzip", 1000)
     # One text many times: small bodies may be compressed to any ratio, as may large ones to less than the limit.
@@ -106,7 +106,7 @@ _LISTS = b'{"a":[' + b"[]," * 2**17 + b"[]]}"
 
 @pytest.mark.parametrize("kind", [Any, dict[str, Any], dict[str, list[str]]])
 def test_json_with_too_many_containers_is_rejected_before_it_is_built(kind: Any) -> None:
-    with pytest.raises(TooLargeError, match="more than 65536 lists and objects"):
+    with pytest.raises(TooLargeError, match="more than 16384 lists and objects"):
         read_json(_LISTS, kind)
     with pytest.raises(TooLargeError):
         read_json(memoryview(_LISTS.replace(b"[]", b'{"":0}')), kind)

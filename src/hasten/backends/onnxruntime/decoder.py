@@ -50,13 +50,14 @@ class DecoderSession(Closing):
         return [session for session in (self._encoder, self._session) if session is not None]
 
     @property
-    def max_cache_bytes(self) -> int:
-        token_bytes = self._past.token_bytes + self._cross.token_bytes
-        return (self.slots + 1) * self._context * token_bytes
-
-    @property
     def cache_bytes(self) -> int:
-        return sum(int(cache.lengths.sum()) * cache.token_bytes for cache in (self._past, self._cross))
+        return self._past.committed_bytes + self._cross.committed_bytes
+
+    def max_cache_bytes(self, prompt_tokens: int) -> int:
+        if self._session is None:
+            return 0
+        row_bytes = self._context * self._past.token_bytes + prompt_tokens * self._cross.token_bytes
+        return (self.slots + 1) * row_bytes
 
     def close(self) -> None:
         self._steps.clear()
@@ -70,7 +71,7 @@ class DecoderSession(Closing):
         if self._encoder is not None:
             self._encode(row, ids)
             ids = self._start_ids
-        self._past.lengths[row] = 0
+        self._past.reset(row)
         logits = self._append(row, ids)
         self._row_of[slot] = row
         return logits

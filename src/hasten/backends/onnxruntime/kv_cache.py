@@ -44,6 +44,13 @@ class KVCache:
         self.capacity = 0
         # Tokens per row, with one spare row through which rows are exchanged.
         self.lengths = np.zeros(rows + 1, np.int32)
+        # The largest length of each row since its buffer was allocated: its memory stays committed.
+        self._committed = np.zeros(rows + 1, np.int32)
+
+    @property
+    def committed_bytes(self) -> int:
+        """Return the memory of the tokens that were stored since the buffers were allocated."""
+        return int(np.maximum(self.lengths, self._committed).sum()) * self.token_bytes
 
     @property
     def is_used(self) -> bool:
@@ -59,6 +66,7 @@ class KVCache:
     def release(self) -> None:
         """Release all buffers."""
         self._buffers.clear()
+        self.lengths[:] = self._committed[:] = 0
 
     def grow(self, tokens: int, used_rows: int) -> None:
         """Make room for `tokens` tokens per row and keep the content of the first `used_rows` rows."""
@@ -68,19 +76,25 @@ class KVCache:
         self.capacity = capacity if self._limit is None else min(capacity, self._limit)
         for name in self.sizes:
             self._grow_buffer(name, used_rows)
+        self.lengths[used_rows:] = 0
+        self._committed[:] = self.lengths
+
+    def reset(self, row: int) -> None:
+        """Empty a row."""
+        self._set_length(row, 0)
 
     def put(self, row: int, values: Mapping[str, FloatArray], length: int) -> None:
         """Store keys and values of `length` tokens in a row."""
         for name, value in values.items():
             self._buffers[name][row, :, :length] = value[0]
-        self.lengths[row] = length
+        self._set_length(row, length)
 
     def copy(self, rows: Mapping[int, int]) -> None:
         """Copy rows (target → source) as if all copies happened at once."""
         if self._buffers:
             for target, source in sequential_copies(rows, self._rows):
                 self._copy_row(source, target)
-                self.lengths[target] = self.lengths[source]
+                self._set_length(target, int(self.lengths[source]))
 
     def locations(self, first: int, count: int) -> list[CacheLocation]:
         """Return the location of `count` consecutive rows in every buffer."""
@@ -102,6 +116,10 @@ class KVCache:
                 buffer[row, :, :length] = previous[row, :, :length]
         return buffer
 
+    def _set_length(self, row: int, length: int) -> None:
+        self._committed[row] = max(self._committed[row], self.lengths[row], length)
+        self.lengths[row] = length
+
     def _zeros(self, shape: tuple[int, ...], dtype: type[np.floating[Any]]) -> FloatArray:
         return _lazy_zeros(shape, dtype)
 
@@ -122,7 +140,11 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: type[np.floating[Any]]) -> FloatA
     """
     # Private: a forked process gets pages of its own.
     flags = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
-    pages = mmap.mmap(-1, max(1, math.prod(shape) * np.dtype(dtype).itemsize), **flags)
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    try:
+        pages = mmap.mmap(-1, max(1, size), **flags)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"cannot allocate {size} bytes for the KV cache: {error}") from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_NOHUGEPAGE)

@@ -234,8 +234,9 @@ class _Session(PaddedSession):
 
     def __init__(self, artifact: Artifact, options: RunOptions) -> None:
         self._artifact, self._threads = artifact, options.thread_count
+        self._is_limited = options.max_memory is not None
         # Fewer shapes need fewer compiled kernels, and rows more padding.
-        self._has_buckets = options.max_memory is not None and artifact.signature.ignores_padding
+        self._has_buckets = self._is_limited and artifact.signature.ignores_padding
         # Shapes that kernels were compiled for since the model was compiled.
         self._shapes: set[Shape] = set()
         self._is_closed = False
@@ -281,7 +282,8 @@ class _Session(PaddedSession):
         if self._has_buckets:
             width = -(-batch.longest // LIMITED_BUCKET_TOKENS) * LIMITED_BUCKET_TOKENS
             bucket = Shape(len(batch), min(width, self.spec.signature.max_length))
-        self._shapes.add(bucket or Shape(len(batch), batch.longest))
+        if self._is_limited:
+            self._shapes.add(bucket or Shape(len(batch), batch.longest))
         feeds = pad(batch, self.spec.signature, bucket)
         try:
             self._request.infer(

@@ -11,16 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
-from hasten.core.errors import OverloadedError, TooLargeError, UnsupportedError
+from hasten.core.errors import OverloadedError, UnsupportedError
 from hasten.core.system.hardware import resident_memory_bytes
 
 _RETRY_S = 1.0
 # A batch that waits for others looks again after this time: other parts of the process free memory, too.
 _POLL_S = 0.02
 # How long a batch waits while no other runs, and at most: a longer wait would look like a stalled session.
-_IDLE_WAIT_S, _MAX_WAIT_S = 1.0, 10.0
+_IDLE_WAIT_S, _MAX_WAIT_S = 0.3, 10.0
+# Batches that need more than what was left when one was rejected are rejected at once for this time, so that they do
+# not stop all others again and again.
+_SHORTAGE_S = 10.0
 
 
 class Releasable(Protocol):
@@ -34,25 +37,29 @@ class GrowingCache(Protocol):
     """A decoder, whose KV cache grows while it runs."""
 
     @property
-    def max_cache_bytes(self) -> int:
-        """Return the size of the cache when all slots are full."""
-
-    @property
     def cache_bytes(self) -> int:
-        """Return the size of what the cache holds now."""
+        """Return the memory that the cache has committed; zero once the decoder is closed."""
+
+    def max_cache_bytes(self, prompt_tokens: int) -> int:
+        """Return the size of the cache when all slots are full; zero once the decoder is closed."""
 
 
 class _Process:
-    """The reservations of all limits of this process, and what holds memory in it."""
+    """The reservations, sessions and KV caches under all limits of this process. Guarded by `change`."""
 
     def __init__(self) -> None:
         self.change = threading.Condition()
         self.reserved_bytes = self.running = 0
+        # Threads that run or prepare a batch. None starts while a session is measured.
+        self.users = 0
         self.is_measuring = False
         # Batches that wait, the oldest first: no other overtakes it.
         self.waiting: deque[object] = deque()
+        # What was left when a batch was last rejected, and until when that counts.
+        self.shortage_bytes, self.shortage_end = 0, 0.0
         self.sessions: WeakSet[Releasable] = WeakSet()
-        self.caches: WeakSet[GrowingCache] = WeakSet()
+        # KV caches with the longest prompt that an encoder reads.
+        self.caches: WeakKeyDictionary[GrowingCache, int] = WeakKeyDictionary()
 
 
 _PROCESS = _Process()
@@ -71,15 +78,16 @@ class MemoryLimit:
         with _PROCESS.change:
             _PROCESS.sessions.add(session)
 
-    def add_cache(self, cache: GrowingCache) -> None:
+    def add_cache(self, cache: GrowingCache, prompt_tokens: int) -> None:
         """Keep room for the growth of a KV cache: running sequences cannot be rejected."""
         with _PROCESS.change:
-            _PROCESS.caches.add(cache)
+            _PROCESS.caches[cache] = prompt_tokens
 
     def left_bytes(self) -> int:
         """Return the memory that a further batch may allocate."""
         with _PROCESS.change:
-            growth = sum(max(0, cache.max_cache_bytes - cache.cache_bytes) for cache in _PROCESS.caches)
+            caches = list(_PROCESS.caches.items())
+            growth = sum(max(0, cache.max_cache_bytes(tokens) - cache.cache_bytes) for cache, tokens in caches)
             return self.limit_bytes - (resident_memory_bytes() or 0) - _PROCESS.reserved_bytes - growth
 
     def fits(self, size: int, *, everything: bool = False) -> bool:
@@ -97,12 +105,13 @@ class MemoryLimit:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Let no batch run, and no session release memory, while the memory of a new session is measured."""
+        """Let no batch run, and no session release memory, while memory is measured or reserved for long."""
         with _PROCESS.change:
             _PROCESS.change.wait_for(lambda: not _PROCESS.is_measuring)
             _PROCESS.is_measuring = True
-            _PROCESS.change.wait_for(lambda: not _PROCESS.running)
         try:
+            with _PROCESS.change:
+                _PROCESS.change.wait_for(lambda: not _PROCESS.users)
             self.fits(self.limit_bytes)  # idle sessions release what they retain
             yield
         finally:
@@ -110,16 +119,25 @@ class MemoryLimit:
                 _PROCESS.is_measuring = False
                 _PROCESS.change.notify_all()
 
-    def wait_while_measuring(self) -> None:
-        """Wait until no session is measured."""
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Prepare and run a batch while no session is measured; raise OverloadedError if that takes too long."""
         with _PROCESS.change:
-            _PROCESS.change.wait_for(lambda: not _PROCESS.is_measuring)
+            if not _PROCESS.change.wait_for(lambda: not _PROCESS.is_measuring, _MAX_WAIT_S):
+                raise OverloadedError("another model is being loaded within the memory limit", retry_after_s=_RETRY_S)
+            _PROCESS.users += 1
+        try:
+            yield
+        finally:
+            with _PROCESS.change:
+                _PROCESS.users -= 1
+                _PROCESS.change.notify_all()
 
     @contextmanager
     def reserve(self, size: int, subject: str) -> Iterator[None]:
         """Hold memory for a batch; if there is too little, wait for other batches to end.
 
-        Raise TooLargeError if it does not fit although no other batch runs, OverloadedError if others run for too long.
+        Raise OverloadedError if it does not fit although no other batch runs, or if others run for too long.
         """
         self._await(size, subject)
         try:
@@ -134,35 +152,39 @@ class MemoryLimit:
         ticket = object()
         begin = idle_since = time.monotonic()
         with _PROCESS.change:
+            if begin < _PROCESS.shortage_end and size > max(_PROCESS.shortage_bytes, self.left_bytes()):
+                raise self._overloaded(size, subject)
             _PROCESS.waiting.append(ticket)
         try:
             while True:
-                is_fitting = self.fits(size, everything=time.monotonic() - idle_since > _IDLE_WAIT_S / 2)
                 with _PROCESS.change:
                     is_next = _PROCESS.waiting[0] is ticket
-                    can_run = is_next and not _PROCESS.is_measuring
-                    if can_run and is_fitting and size <= self.left_bytes():
+                is_fitting = is_next and self.fits(size, everything=time.monotonic() - idle_since > _IDLE_WAIT_S / 2)
+                with _PROCESS.change:
+                    left, now = self.left_bytes(), time.monotonic()
+                    if is_fitting and size <= left:
                         _PROCESS.reserved_bytes += size
                         _PROCESS.running += 1
                         return
-                    now = time.monotonic()
-                    if _PROCESS.running or not can_run:
+                    if _PROCESS.running or not is_next:
                         idle_since = now
                     if now - idle_since > _IDLE_WAIT_S:
-                        raise TooLargeError(
-                            f"{subject} needs about {megabytes(size)} of memory; the memory limit of"
-                            f" {megabytes(self.limit_bytes)} leaves {megabytes(max(0, self.left_bytes()))}"
-                        )
+                        _PROCESS.shortage_bytes, _PROCESS.shortage_end = max(0, left), now + _SHORTAGE_S
+                        raise self._overloaded(size, subject)
                     if now - begin > _MAX_WAIT_S:
-                        raise OverloadedError(
-                            f"{subject} needs about {megabytes(size)} of memory, which other batches use",
-                            retry_after_s=_RETRY_S,
-                        )
+                        raise self._overloaded(size, subject)
                     _PROCESS.change.wait(_POLL_S)
         finally:
             with _PROCESS.change:
                 _PROCESS.waiting.remove(ticket)
                 _PROCESS.change.notify_all()
+
+    def _overloaded(self, size: int, subject: str) -> OverloadedError:
+        return OverloadedError(
+            f"{subject} needs about {megabytes(size)} of memory; the memory limit of {megabytes(self.limit_bytes)}"
+            f" leaves {megabytes(max(0, self.left_bytes()))} at the moment",
+            retry_after_s=_RETRY_S,
+        )
 
 
 def megabytes(size: int) -> str:

@@ -11,7 +11,7 @@ from hasten.core.errors import InputError, TooLargeError
 _GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
 _STEP_BYTES = 2**18
 # Apache's limit (DeflateInflateRatioLimit). Text compresses 3 to 10 times, and one text repeated many times more than
-# any limit, so bodies up to the second number are not held to it.
+# any limit, so the first bytes of a body, up to the second number, are not held to it.
 _MAX_RATIO, _MIN_LIMIT_BYTES = 200, 2**20
 
 
@@ -24,19 +24,20 @@ def decompress(body: bytes, encoding: str, max_bytes: int, reserve: Callable[[in
         return body
     if encoding not in ("gzip", "deflate"):
         raise InputError(f"content-encoding '{encoding}' is not supported", hint="supported: gzip, deflate")
-    limit = min(max_bytes, max(_MIN_LIMIT_BYTES, _MAX_RATIO * len(body)))
     decompressor = zlib.decompressobj(_GZIP_OR_ZLIB)
     parts: list[bytes] = []
     rest, size = body, 0
     while not decompressor.eof:
         try:
-            part = decompressor.decompress(rest, min(_STEP_BYTES, limit - size + 1))
+            part = decompressor.decompress(rest, min(_STEP_BYTES, max_bytes - size + 1))
         except zlib.error as error:
             raise InputError(f"the body is not valid {encoding}") from error
         rest, size = decompressor.unconsumed_tail, size + len(part)
-        if size > limit:
-            reason = f"larger than {max_bytes} bytes" if limit == max_bytes else f"compressed more than {_MAX_RATIO}:1"
-            raise TooLargeError(f"the body is {reason}")
+        if size > max_bytes:
+            raise TooLargeError(f"the body is larger than {max_bytes} bytes")
+        # Of what was read so far, so that a bomb is not inflated further.
+        if size > max(_MIN_LIMIT_BYTES, _MAX_RATIO * (len(body) - len(rest))):
+            raise TooLargeError(f"the body is compressed more than {_MAX_RATIO}:1")
         if not part and not decompressor.eof:
             break
         reserve(len(part))

@@ -23,8 +23,10 @@ REQUEST_ID = "x-request-id"
 # text-embeddings-inference allows 2 MB. Decoding holds the interpreter lock, here for some 50 ms at worst.
 DEFAULT_BODY_BYTES = 4 * 2**20
 # Lists and objects in a JSON body. A request has a few for each of its items, while `[],` takes 27 times its bytes once
-# it is decoded.
-_MAX_CONTAINERS = 2**16
+# it is decoded, and holds the interpreter lock meanwhile.
+_MAX_CONTAINERS = 2**14
+# They are counted in parts of this size, up to the first that exceeds the maximum.
+_COUNTED_BYTES = 2**16
 _QUOTE, _LIST, _OBJECT = b'"[{'
 # A body up to this size is read before the client's API key is checked: it costs no more than headers may.
 _MAX_UNAUTHORIZED_BYTES = 2**16
@@ -207,9 +209,14 @@ def check_containers(body: bytes | memoryview) -> None:
     # Without escapes, a byte is outside strings after an even number of quotes. With NumPy, since a loop over millions
     # of strings would compete with the event loop for the interpreter lock for a quarter of a second.
     codes = np.frombuffer(text.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
-    is_outside = np.cumsum(codes == _QUOTE, dtype=np.uint8) & 1 == 0
-    if np.count_nonzero(((codes == _LIST) | (codes == _OBJECT)) & is_outside) > _MAX_CONTAINERS:
-        raise errors.TooLargeError(f"the JSON has more than {_MAX_CONTAINERS} lists and objects")
+    count = quotes = 0
+    for begin in range(0, len(codes), _COUNTED_BYTES):
+        part = codes[begin : begin + _COUNTED_BYTES]
+        quotes_before = np.cumsum(part == _QUOTE, dtype=np.uint32) + quotes
+        count += np.count_nonzero(((part == _LIST) | (part == _OBJECT)) & (quotes_before & 1 == 0))
+        if count > _MAX_CONTAINERS:
+            raise errors.TooLargeError(f"the JSON has more than {_MAX_CONTAINERS} lists and objects")
+        quotes = int(quotes_before[-1]) & 1
 
 
 def read_json(body: bytes | memoryview, kind: type[Body]) -> Body:

@@ -66,7 +66,8 @@ class GenerativeModel(Model):
         with ExitStack() as opened:
             decoders: list[Decoder] = []
             for _ in range(self.instances):
-                decoder = open_decoder(self.artifact, RunOptions(threads, settings.max_memory), settings.slots)
+                options = RunOptions(threads, settings.max_memory)
+                decoder = open_decoder(self.artifact, options, settings.slots, self.tokenizer.spec.max_length)
                 opened.callback(decoder.close)
                 decoders.append(decoder)
                 _warm_up(decoder)

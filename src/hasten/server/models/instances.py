@@ -48,12 +48,13 @@ def choose_instances(artifact: Artifact, bundle: str, shape: Shape, max_memory: 
     if len(counts) == 1:
         return 1
     # All that the best number depends on.
-    inputs = [bundle, str(artifact.variant), str(shape), counts, cores, machine.cpu, machine.gpus, library_versions()]
+    inputs = [bundle, str(artifact.variant), str(shape), counts, cores, max_memory]
+    inputs += [machine.cpu, machine.gpus, library_versions()]
     key = hashlib.sha256(msgspec.json.encode(inputs)).hexdigest()[:32]
     file = cache_directory() / "instances" / f"{key}.json"
     rates = _read_cache(file)
     if rates is None:
-        rates = _measure(artifact, counts, cores, shape)
+        rates = _measure(artifact, counts, cores, shape, max_memory)
         _write_cache(file, rates)
     return _best(rates)
 
@@ -73,14 +74,16 @@ def _counts(cores: int, model_bytes: int, memory_bytes: int) -> Sequence[int]:
     return [2**power for power in range(limit.bit_length())]
 
 
-def _measure(artifact: Artifact, counts: Sequence[int], cores: int, shape: Shape) -> dict[int, float]:
+def _measure(
+    artifact: Artifact, counts: Sequence[int], cores: int, shape: Shape, max_memory: int | None
+) -> dict[int, float]:
     """Return rows per second by number of sessions, until more are slower, fail or are not allowed."""
     batch = uniform_batch(shape, artifact.signature)
     rates: dict[int, float] = {}
     for count in counts:
         try:
             with ExitStack() as opened:
-                options = RunOptions(cores // count)
+                options = RunOptions(cores // count, max_memory)
                 sessions = [opened.enter_context(open_session(artifact, options)) for _ in range(count)]
                 rates[count] = _rate(sessions, batch)
                 allows_more = artifact.variant.device == CPU or isinstance(sessions[0], SupportsBuckets)
