@@ -170,8 +170,8 @@ def memory() -> Study:
             f"MiniLM embeddings; {results['clients']} clients send requests of {results['texts_per_request']} texts of "
             f"equal length, of {_every(results['step'])} length up to {results['longest']} tokens, in random order.",
             "Resident memory; the peak as the system records it. Medians of "
-            f"{results['rounds']} runs with fresh servers, each with `--instances {results['instances']}`; servers with "
-            "the limit and without alternate.",
+            f"{results['rounds']} runs with fresh servers, each with `--instances {results['instances']}`; servers "
+            "with the limit and without alternate.",
         ),
         machines=(machine_line(results),),
         command="python benchmarks/serving/memory.py --bundle DIR --limit SIZE",

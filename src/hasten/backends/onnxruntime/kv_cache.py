@@ -80,7 +80,7 @@ class KVCache:
         self._committed[:] = self.lengths
 
     def reset(self, row: int) -> None:
-        """Empty a row."""
+        """Set the length of a row to zero."""
         self._set_length(row, 0)
 
     def put(self, row: int, values: Mapping[str, FloatArray], length: int) -> None:

@@ -213,7 +213,7 @@ def check_containers(body: bytes | memoryview) -> None:
     for begin in range(0, len(codes), _COUNTED_BYTES):
         part = codes[begin : begin + _COUNTED_BYTES]
         quotes_before = np.cumsum(part == _QUOTE, dtype=np.uint32) + quotes
-        count += np.count_nonzero(((part == _LIST) | (part == _OBJECT)) & (quotes_before & 1 == 0))
+        count += int(np.count_nonzero(((part == _LIST) | (part == _OBJECT)) & (quotes_before & 1 == 0)))
         if count > _MAX_CONTAINERS:
             raise errors.TooLargeError(f"the JSON has more than {_MAX_CONTAINERS} lists and objects")
         quotes = int(quotes_before[-1]) & 1
