@@ -1,6 +1,7 @@
 """Measure what good clients notice while others attack the server: a million requests in windows with and without.
 
-    python benchmarks/serving/attack.py [--tiny BUNDLE] [--requests N] [--only slow_head …]
+    python benchmarks/serving/attack.py [--tiny BUNDLE] [--requests N] [--intensity X] [--only slow_head …]
+    python benchmarks/serving/attack.py --requests 100000 --intensity 10 -o benchmarks/results/serving_attack_heavy.json
 
 Good clients send requests at random times at one rate throughout (an open loop) and compare every answer with that of
 the model in process. In every second window the attackers of `attackers.py` run beside them. With `--cores split` the
@@ -30,7 +31,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import uvloop
-from attackers import KINDS, Target, run_attackers
+from attackers import KINDS, Kind, Target, run_attackers
 from contenders import RunningServer
 from endurance import WORD, build_tiny, hasten_contender, predict_request
 from environments import provenance_with_versions
@@ -266,7 +267,7 @@ async def study(server: RunningServer, expected: Sequence[Any], args: argparse.N
     # They stop by themselves if a window takes much longer than it should.
     limit_s = 60 + 3 * size / args.rate
     attackers = spawn.Process(
-        target=run_attackers, args=(theirs, target, args.only, client_cores, limit_s), daemon=True
+        target=run_attackers, args=(theirs, target, kinds(args), client_cores, limit_s), daemon=True
     )
     prober = spawn.Process(
         target=probe, args=(probes_theirs, server.port, server.grpc_port, target.model, client_cores), daemon=True
@@ -330,6 +331,11 @@ async def study(server: RunningServer, expected: Sequence[Any], args: argparse.N
     return summarize(windows, probes, settled, ended, args)
 
 
+def kinds(args: argparse.Namespace) -> dict[str, Kind]:
+    """Return the kinds of attacks to run, at their rates."""
+    return {name: KINDS[name].scaled(args.intensity) for name in args.only}
+
+
 def summarize(
     windows: list[dict[str, Any]],
     probes: Sequence[tuple[float, float, float]],
@@ -389,6 +395,7 @@ def main() -> None:
         "--cores", choices=list(CORES), default="split", help="whether the server has a core of its own"
     )
     parser.add_argument("--options", default=OPTIONS, help="options of hasten serve")
+    parser.add_argument("--intensity", type=float, default=1.0, help="factor of the rates of the attackers")
     parser.add_argument("--only", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("-o", "--output", type=Path, default=HERE.parent / "results" / "serving_attack.json")
     args = parser.parse_args()
@@ -409,7 +416,7 @@ def main() -> None:
         "options": args.options,
         "cores": args.cores,
         "attacks": args.only,
-        "rates": {n: [KINDS[n].at_once, KINDS[n].per_second] for n in args.only},
+        "rates": {name: [kind.at_once, kind.per_second] for name, kind in kinds(args).items()},
     }
     args.output.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
     print(json.dumps(results["summary"], indent=1))
