@@ -38,9 +38,15 @@ def require_gpu() -> None:
 
 
 def commit() -> str | None:
-    """Return the commit, marked `-dirty` if the code has changed since; None without a git history."""
-    command = ["git", "describe", "--always", "--dirty"]
+    """Return the commit, marked `-dirty` if files other than results have changed; None without a git history."""
     try:
-        return subprocess.check_output(command, text=True, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL).strip()
+        name = _git("rev-parse", "--short", "HEAD")
+        changes = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)benchmarks/results")
     except (OSError, subprocess.CalledProcessError):
         return None
+    return f"{name}-dirty" if changes else name
+
+
+def _git(*arguments: str) -> str:
+    folder = Path(__file__).parent
+    return subprocess.check_output(["git", *arguments], text=True, cwd=folder, stderr=subprocess.DEVNULL).strip()

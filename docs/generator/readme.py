@@ -13,7 +13,7 @@ from generator.serving_throughput import (
     HASTEN_FP32,
     SAME_GRAPH,
     STOCK_GRAPH,
-    faster_peers,
+    faster_servers,
     over_rounds,
     server_label,
 )
@@ -122,7 +122,7 @@ def _serving() -> str:
     results, cpu = load("serving_throughput"), load("cpu")
     first_answer = cpu["first_answer"]
     contenders, chosen = results["contenders"], results["bundle"]["chosen"]
-    tuning = "peers in their best configurations" if "tuning" in results else "peers not tuned"
+    tuning = "peers in tuned configurations" if "tuning" in results else "peers not tuned"
     peers = sorted(contenders, key=lambda name: -over_rounds(contenders[name], "per_second"))
     with_hasten_graph, with_stock_graph = (
         [name for name in peers if name.endswith(graph)][:_PEERS] for graph in (SAME_GRAPH, STOCK_GRAPH)
@@ -144,10 +144,11 @@ def _serving() -> str:
     lines = [
         *table(["server", "precision", "requests/s", "p50", "p99"], rows),
         "",
-        f"SST-2 classifier, {results['clients']} clients, {results['share_of_long_texts']:.0%} long reviews among "
-        f"sentences; {cpu_name(results)}, {day(results)}; {tuning}. {faster_peers(results)} First MiniLM embedding of "
-        f"a fresh process: {ours}; sentence-transformers {torch}, fastembed {fastembed} ({cpu_name(cpu)}, {day(cpu)}). "
-        "[All peers](docs/benchmarks.md#serving-throughput).",
+        f"SST-2 classifier, {results['clients']} clients, {results['share_of_long_texts']:.0%} long reviews; "
+        f"{cpu_name(results)}, {day(results)}; {tuning}. {faster_servers(results)} "
+        "[All peers](docs/benchmarks.md#serving-throughput). "
+        f"First MiniLM embedding of a process: {ours}; sentence-transformers {torch}, fastembed {fastembed} "
+        f"({cpu_name(cpu)}, {day(cpu)}).",
         "",
     ]
     return "\n".join(lines)

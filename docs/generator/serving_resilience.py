@@ -9,6 +9,7 @@ from generator.results import cpu_name, duration, interval, load, machine_line, 
 from generator.studies import Study
 
 _ENDURANCE = ("serving_endurance", "serving_endurance_arm64")
+_ATTACK = ("serving_attack", "serving_attack_heavy")
 _CORES = {
     "split": "The server has one core; clients and attackers share the other.",
     "shared": "Server, clients and attackers share all cores.",
@@ -56,63 +57,82 @@ def endurance() -> Study:
 
 def attack() -> Study:
     """Return the study of what good clients notice while others attack the server."""
-    results = load("serving_attack")
+    runs = [load(file) for file in _ATTACK]
+    results = runs[0]
     summary, phases = results["summary"], results["summary"]["phases"]
     rows = [
         [
-            title,
-            *(duration(phases[phase][key]) for key in ("p50_ms", "p99_ms", "p999_ms", "max_ms")),
-            *(f"{duration(phases[phase][probe]['max_ms'])}" for probe in ("health", "grpc")),
+            title.format(_per_second(run)),
+            *(duration(run["summary"]["phases"][phase][key]) for key in ("p50_ms", "p99_ms", "p999_ms", "max_ms")),
+            *(duration(run["summary"]["phases"][phase][probe]["max_ms"]) for probe in ("health", "grpc")),
+            f"{interval(run['summary']['ratios']['p99_ms'])}×" if phase == "attacked" else "",
         ]
-        for phase, title in (("alone", "without attackers"), ("attacked", "with attackers"))
+        for run in runs
+        for phase, title in (("alone", "without attackers"), ("attacked", "with {:.0f} attacks/s"))
     ]
-    answered = summary["statuses"].get("200", 0)
-    settled, ended = summary["settled"], summary["ended"]
-    rates = results["rates"]
     outcomes = [
         [
             name.replace("_", " "),
-            f"{rates[name][0]} at once, {rates[name][1]:g}/s",
+            f"{results['rates'][name][0]} at once, {results['rates'][name][1]:g}/s",
             ", ".join(f"{outcome} ({count:,})" for outcome, count in counts.items()),
         ]
         for name, counts in summary["attackers"].items()
     ]
-    p99 = summary["ratios"]["p99_ms"]
-    failed, probes = (
-        sum(phases[phase][probe][key] for phase in phases for probe in ("health", "grpc"))
-        for key in ("failed", "probes")
-    )
+    header = ["windows", "p50", "p99", "p99.9", "slowest", "slowest health check", "slowest gRPC call", "p99, ratio"]
     return Study(
         title="Clients beside attackers",
         question="What do good clients notice while others attack the server?",
         answer=[
-            *table(["windows", "p50", "p99", "p99.9", "slowest", "slowest health check", "slowest gRPC call"], rows),
+            *table(header, rows),
             "",
-            f"p99 with attackers over p99 without: {interval(p99)}×. Of {summary['requests']:,} requests of good "
-            f"clients {answered:,} got 200, with {summary['wrong_answers']} wrong answers. Resident memory "
-            f"{settled['memory_bytes'] / 1e6:.0f} MB before, {ended['memory_bytes'] / 1e6:.0f} MB after, "
-            f"{ended['peak_memory_bytes'] / 1e6:.0f} MB at its peak; open files "
-            f"{settled['files']:.0f} and {ended['files']:.0f}, threads {settled['threads']:.0f} and "
-            f"{ended['threads']:.0f}. The log has {summary['tracebacks']} tracebacks.",
+            *map(_attack_outcome, runs),
             "",
-            *table(["attack", "rate", "what attackers got (times)"], outcomes),
+            *table(
+                ["attack", "rate", f"what attackers got (times), at {_per_second(results):.0f} attacks/s"], outcomes
+            ),
         ],
         method=(
-            f"{results['summary']['rate']:,.0f} requests/s of texts of 1 to 30 words arrive at random times, in "
+            f"{summary['rate']:,.0f} requests/s of texts of 1 to 30 words arrive at random times, in "
             f"{len(results['windows'])} windows; the attackers run in every second one. Each answer is compared with "
             "that of the model in process. The model has one small layer, so that the server's own work is what is "
             f"measured: it keeps {phases['alone']['server_cores']:.2f} of a core busy without attackers and "
-            f"{phases['attacked']['server_cores']:.2f} with them.",
+            f"{' and '.join(_server_cores(run) for run in runs)} with them. What is left waits in a queue, so that a "
+            "delay of one request delays those behind it.",
             "The ratio is the median over pairs of windows with the same arrivals, with its 95 % interval; "
             "percentiles are medians over windows, the slowest is of all windows.",
-            f"Health checks and gRPC calls: up to ten a second each from another process; {failed} of {probes:,} "
-            "failed.",
+            "Health checks and gRPC calls: up to ten a second each from another process.",
             f"`hasten serve` with `{results['options']}`, lower than the defaults so that they are reached. "
             f"{_CORES[results['cores']]} Attackers run at a lower priority.",
         ),
-        machines=(machine_line(results),),
+        machines=tuple(map(machine_line, runs)),
         command="python benchmarks/serving/attack.py",
-        files=("serving_attack",),
+        files=_ATTACK,
+    )
+
+
+def _per_second(results: dict[str, Any]) -> float:
+    """Return how many attacks begin each second, over all kinds."""
+    return sum(per_second for _, per_second in results["rates"].values())
+
+
+def _server_cores(results: dict[str, Any]) -> str:
+    return f"{results['summary']['phases']['attacked']['server_cores']:.2f}"
+
+
+def _attack_outcome(results: dict[str, Any]) -> str:
+    """Return a list item: how good clients were answered in a run, and what the server held before and after it."""
+    summary, settled, ended = (results["summary"], *(results["summary"][name] for name in ("settled", "ended")))
+    failed, probes = (
+        sum(summary["phases"][phase][probe][key] for phase in summary["phases"] for probe in ("health", "grpc"))
+        for key in ("failed", "probes")
+    )
+    return (
+        f"- {_per_second(results):.0f} attacks/s: of {summary['requests']:,} requests "
+        f"{summary['statuses'].get('200', 0):,} got 200, with {summary['wrong_answers']} wrong answers; {failed} of "
+        f"{probes:,} health checks and gRPC calls failed. Resident memory {settled['memory_bytes'] / 1e6:.0f} MB "
+        f"before, {ended['memory_bytes'] / 1e6:.0f} MB after, {ended['peak_memory_bytes'] / 1e6:.0f} MB at its peak; "
+        f"open files {settled['files']:.0f} and {ended['files']:.0f}, threads {settled['threads']:.0f} and "
+        f"{ended['threads']:.0f}. The log has {summary['tracebacks']} tracebacks."
     )
 
 

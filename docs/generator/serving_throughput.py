@@ -75,23 +75,48 @@ def throughput() -> Study:
     )
 
 
+_CLAIMS = {"p50_ms": "a lower p50", "p99_ms": "a lower p99", "per_second": "more requests/s"}
+
+
 def faster_peers(results: dict[str, Any]) -> str:
     """Return in words where a peer answers sooner, or more requests/s, than hasten in the same precision."""
-    contenders, sentences = results["contenders"], []
-    for name, row in contenders.items():
-        if name.startswith("hasten"):
-            continue
-        ours = HASTEN if name.endswith(SAME_GRAPH) else HASTEN_FP32
-        parts = []
-        for key, claim in {"p50_ms": "a lower p50", "p99_ms": "a lower p99", "per_second": "more requests/s"}.items():
-            theirs, hasten = over_rounds(row, key), over_rounds(contenders[ours], key)
-            if key == "per_second" and theirs > hasten:
-                parts.append(f"{claim} ({theirs:.0f} against {hasten:.0f})")
-            elif key != "per_second" and theirs < hasten:
-                parts.append(f"{claim} ({duration(theirs)} against {duration(hasten)})")
-        if parts:
-            sentences.append(f"*{server_label(name)}* has {' and '.join(parts)} than *{ours}*")
+    sentences = []
+    for name in results["contenders"]:
+        figures = {key: _pair(results, name, key) for key in _CLAIMS if _is_faster(results, name, key)}
+        if figures:
+            parts = [f"{_CLAIMS[key]} ({_against(key, *figures[key])})" for key in figures]
+            sentences.append(f"*{server_label(name)}* has {' and '.join(parts)} than *{_rival(name)}*")
     return f"{'; '.join(sentences)}." if sentences else "No peer is ahead of hasten in the same precision."
+
+
+def faster_servers(results: dict[str, Any]) -> str:
+    """Return the names of peers that are ahead of hasten in the same precision, by figure."""
+    claims = []
+    for key, label in {"p50_ms": "p50", "p99_ms": "p99", "per_second": "requests/s"}.items():
+        faster = [name for name in results["contenders"] if _is_faster(results, name, key)]
+        if servers := sorted({name.partition(",")[0] for name in faster}):
+            claims.append(f"{label}: {', '.join(servers)}")
+    return f"Ahead of hasten in the same precision – {'; '.join(claims)}." if claims else "No peer is ahead."
+
+
+def _against(key: str, theirs: float, ours: float) -> str:
+    text = duration if key.endswith("_ms") else "{:.0f}".format
+    return f"{text(theirs)} against {text(ours)}"
+
+
+def _rival(peer: str) -> str:
+    return HASTEN if peer.endswith(SAME_GRAPH) else HASTEN_FP32
+
+
+def _pair(results: dict[str, Any], peer: str, key: str) -> tuple[float, float]:
+    """Return a figure of a peer and of hasten in the same precision."""
+    contenders = results["contenders"]
+    return over_rounds(contenders[peer], key), over_rounds(contenders[_rival(peer)], key)
+
+
+def _is_faster(results: dict[str, Any], peer: str, key: str) -> bool:
+    theirs, ours = _pair(results, peer, key)
+    return not peer.startswith("hasten") and (theirs > ours if key == "per_second" else theirs < ours)
 
 
 def server_label(name: str) -> str:
