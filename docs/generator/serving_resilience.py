@@ -102,7 +102,7 @@ def attack() -> Study:
             "percentiles are medians over windows, the slowest is of all windows.",
             "Health checks and gRPC calls: up to ten a second each from another process.",
             f"`hasten serve` with `{results['options']}`, lower than the defaults so that they are reached. "
-            f"{_CORES[results['cores']]} Attackers run at a lower priority.",
+            f"{_CORES[results['cores']]} Attackers run only while nothing else does.",
         ),
         machines=tuple(map(machine_line, runs)),
         command="python benchmarks/serving/attack.py",

@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -48,6 +49,9 @@ _FAULT_LINGER_S = 2.0
 _TICK_S = 0.02
 # Allocations before the garbage collector runs; requests leave it next to nothing to collect.
 _GC_THRESHOLD = (50_000, 20, 100)
+# How long the event loop waits for a thread that computes in Python, such as one that decodes a large response. The
+# default is 5 ms.
+_SWITCH_INTERVAL_S = 0.001
 # Busy keep-alive clients send their next request within this time and learn from its answer that it was the last.
 _LINGER_S = 0.5
 # Time to send the last gRPC answers.
@@ -73,6 +77,7 @@ def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: No
     app = make_app(settings)
     if not app.keys and not _is_local(settings.host):
         logger.warning("%s is open to everyone who can reach it: no API keys are set (--api-key-file)", settings.host)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     uvloop.run(_Process(app, settings).run(on_ready))
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import pairwise
 
 import pytest
 
@@ -482,6 +483,24 @@ def test_responses_are_sent_by_loop_under_load(http_server: ControlledServer) ->
         with blocked_loop(http_server):  # a lone request is answered by its thread again
             http_server.exchanges[-1].reply(Response.text("the answer"))
             assert statuses(clients[0].recv(2**16)) == [200]
+
+
+def test_connections_lost_at_once_are_closed_in_parts(http_server: ControlledServer) -> None:
+    clients = [http_server.connect() for _ in range(100)]
+    wait_until(lambda: len(http_server.state.open) == len(clients))
+
+    async def open_by_iteration() -> list[int]:
+        counts = [len(http_server.state.open)]
+        while http_server.state.open:
+            await asyncio.sleep(0)
+            counts.append(len(http_server.state.open))
+        return counts
+
+    with blocked_loop(http_server):
+        for client in clients:
+            client.close()
+    counts = http_server.run(open_by_iteration())
+    assert max(before - after for before, after in pairwise(counts)) <= 16
 
 
 def test_partially_sent_response_is_finished_first(http_server: ControlledServer) -> None:

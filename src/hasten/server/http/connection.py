@@ -103,7 +103,7 @@ class Connection(asyncio.Protocol):
         elif len(server.open) > server.limits.connections or server.is_draining:
             self._reject(Response.json({"error": "too many connections"}, 503))
         else:
-            self._timer.start(server.limits.idle_s, self._close)
+            self._timer.start(server.limits.idle_s, self.close)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._server.open.discard(self)
@@ -146,9 +146,12 @@ class Connection(asyncio.Protocol):
         """Keep a half-closed connection open while responses are pending, except with TLS, which cannot half-close."""
         self._read_state = ReadState.EOF
         has_pending = self._current is not None or bool(self._waiting)
-        if not has_pending or self._transport.get_extra_info("ssl_object") is not None:
-            self._close()
+        if self._transport.get_extra_info("ssl_object") is not None:
+            self.close()
             return False
+        if not has_pending:
+            self._server.close_soon(self)
+            return True
         self._timer.start(_PROBE_S, self._probe)
         return True
 
@@ -249,7 +252,14 @@ class Connection(asyncio.Protocol):
     def close_if_idle(self) -> None:
         # A rejected client (ReadState.CLOSED) has some time to read the reason.
         if self._current is None and not self._waiting and self._read_state is ReadState.IDLE:
-            self._close()
+            self.close()
+
+    def close(self) -> None:
+        self._timer.stop()
+        self._transport.close()
+        # The kernel sends the rest of what was written without a buffer here.
+        if self._transport.get_write_buffer_size():
+            self._watch_write_progress()
 
     def abort(self) -> None:
         self._transport.abort()
@@ -290,7 +300,7 @@ class Connection(asyncio.Protocol):
         elif self.is_receiving:
             self._send_continue()
         elif self._read_state is ReadState.IDLE:
-            self._timer.start(self._server.limits.idle_s, self._close)
+            self._timer.start(self._server.limits.idle_s, self.close)
 
     def _on_response(self, response: Response) -> None:
         """Take the response from any thread, which also sends it if load is light and more requests may follow."""
@@ -324,7 +334,7 @@ class Connection(asyncio.Protocol):
         elif self._read_state is ReadState.CLOSED:
             self._linger()
         else:
-            self._close()
+            self.close()
 
     # Streamed responses
 
@@ -392,7 +402,7 @@ class Connection(asyncio.Protocol):
         """Close later: closing now would reset a client that is still sending before it has read its response."""
         if self._transport.can_write_eof():
             self._transport.write_eof()
-        self._timer.start(_LINGER_S, self._close)
+        self._timer.start(_LINGER_S, self.close)
 
     # Flow control and timeouts
 
@@ -426,11 +436,6 @@ class Connection(asyncio.Protocol):
         if not self._write_paused and self._stream is None and not self._parser.is_http10:
             self._writer.write(CONTINUE)
         self._timer.start(_PROBE_S, self._probe)
-
-    def _close(self) -> None:
-        self._timer.stop()
-        self._transport.close()
-        self._watch_write_progress()
 
     def _watch_write_progress(self) -> None:
         """Abort the connection if the client reads nothing for `read_s`."""

@@ -15,6 +15,9 @@ from hasten.server.http.exchange import DEFAULT_BODY_BYTES, DisconnectedError, E
 from hasten.server.request_records import RequestListener
 
 _MAX_IN_FLIGHT_FOR_DIRECT_SEND = 4
+# Connections that are closed in one iteration of the event loop. Closing one takes some 30 µs: 500 clients that
+# disconnect at once delayed all other requests by 17 ms.
+_MAX_CLOSED_PER_ITERATION = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,9 @@ class ManagedConnection(Protocol):
     def settle(self, response: Response) -> None:
         """Finish the exchange that this response answers."""
 
+    def close(self) -> None:
+        """Close the connection once it has sent what is buffered."""
+
     def close_if_idle(self) -> None:
         """Close the connection unless it is serving, receiving or rejecting a request."""
 
@@ -59,6 +65,8 @@ class HttpState:
     # Responses from other threads, which may have sent them already. The event loop settles them before it handles
     # anything else, so that a client that has its response also finds it counted.
     answered: deque[tuple[ManagedConnection, Response]] = field(default_factory=deque)
+    # Connections whose clients have disconnected.
+    _leaving: deque[ManagedConnection] = field(default_factory=deque, init=False)
     # Used by gRPC as well.
     buffered_bytes: ByteBudget = field(init=False)
     _bytes_lock: Lock = field(default_factory=Lock, init=False)
@@ -113,6 +121,18 @@ class HttpState:
         for _ in range(len(self.answered)):
             connection, response = self.answered.popleft()
             connection.settle(response)
+
+    def close_soon(self, connection: ManagedConnection) -> None:
+        """Close a connection whose client has disconnected, in one of the next iterations of the event loop."""
+        self._leaving.append(connection)
+        if len(self._leaving) == 1:
+            asyncio.get_running_loop().call_soon(self._close_leaving)
+
+    def _close_leaving(self) -> None:
+        for _ in range(min(len(self._leaving), _MAX_CLOSED_PER_ITERATION)):
+            self._leaving.popleft().close()
+        if self._leaving:
+            asyncio.get_running_loop().call_soon(self._close_leaving)
 
     def drain(self) -> None:
         """Respond to requests in flight, accept no more, and close idle connections."""

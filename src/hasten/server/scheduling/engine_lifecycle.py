@@ -59,6 +59,8 @@ class ThreadPool(ThreadPoolExecutor):
     def __init__(self, count: int, name: str) -> None:
         self.threads: list[threading.Thread] = []
         super().__init__(count, name, lambda: self.threads.append(threading.current_thread()))
+        # Start a thread now: a caller that starts it later, such as the event loop, waits until it runs.
+        self.submit(lambda: None)
 
 
 class EngineLifecycle(ABC, Generic[Request]):
