@@ -6,8 +6,8 @@
 Good clients send requests at random times at one rate throughout (an open loop) and compare every answer with that of
 the model in process. In every second window the attackers of `attackers.py` run beside them. With `--cores split` the
 server has the first core, and clients and attackers share the second: what attackers compute themselves takes no time
-from the server. Attackers run when nothing else does. All traffic goes to 127.0.0.1. Nothing else may run on the machine
-meanwhile.
+from the server. Attackers run only while nothing else does. All traffic goes to 127.0.0.1. Nothing else may run on the
+machine meanwhile.
 """
 
 from __future__ import annotations

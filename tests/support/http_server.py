@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -43,7 +44,11 @@ class ControlledServer:
 
     def run(self, coroutine: Any) -> Any:
         """Run a coroutine on the server's loop and return its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
+        return self.submit(coroutine).result(20)
+
+    def submit(self, coroutine: Any) -> Future[Any]:
+        """Schedule a coroutine on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def drain(self) -> None:
         """Drain the connections, on the loop."""
