@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCES = (
+# Encoders …
+ENCODER_SOURCES = (
     "src/hasten/kernels/**/*.py",
     "src/hasten/backends/fused/*.py",
     "src/hasten/backends/inductor.py",
-    "src/hasten/backends/onnxruntime/cuda*.py",
+    "src/hasten/backends/onnxruntime/cuda.py",
     "src/hasten/core/gpu/*.py",
 )
+# … and text generation.
+SOURCES = (*ENCODER_SOURCES, "src/hasten/backends/onnxruntime/cuda_*.py")
 # By default the GPU tests run these files.
 TESTS = (
     "tests/kernels/test_*.py",
@@ -38,6 +41,7 @@ def digests(*patterns: str) -> dict[str, str]:
 
 
 def changed(recorded: Mapping[str, str], *patterns: str) -> list[str]:
-    """Return the files that have changed, are new or are gone since digests were recorded."""
+    """Return the files that have changed, are new or are gone since digests were recorded; ignore other files."""
     current = digests(*patterns)
-    return sorted(name for name in {*recorded, *current} if recorded.get(name) != current.get(name))
+    names = {*current, *(name for name in recorded if not (ROOT / name).exists())}
+    return sorted(name for name in names if recorded.get(name) != current.get(name))

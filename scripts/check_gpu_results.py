@@ -13,11 +13,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from gpu_sources import ROOT, SOURCES, TESTS, changed
+from gpu_sources import ENCODER_SOURCES, ROOT, SOURCES, TESTS, changed
 
 RESULTS = {
     "gpu_tests": ("python benchmarks/gpu_tests.py", (*SOURCES, *TESTS)),
-    "gpu": ("python benchmarks/gpu.py", SOURCES),
+    "gpu": ("python benchmarks/gpu.py", ENCODER_SOURCES),
 }
 _MAX_NAMED = 6
 

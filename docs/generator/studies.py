@@ -8,7 +8,7 @@ from typing import Any
 
 from generator.precision import FILES, MODELS, accuracy_cells
 from generator.results import duration, gpu_name, interval, link, load, machine_line, table
-from gpu_sources import changed
+from gpu_sources import ENCODER_SOURCES, changed
 
 # The columns of the GPU table: the fastest of each one's variants.
 GPU_COLUMNS = {
@@ -186,7 +186,7 @@ def _gpu_remarks(results: dict[str, Any]) -> list[str]:
     remarks = []
     if results["unmeasured"]:
         remarks += [f"This run has not measured {', '.join(results['unmeasured'])}.", ""]
-    if "sources" in results and (files := changed(results["sources"])):
+    if "sources" in results and (files := changed(results["sources"], *ENCODER_SOURCES)):
         remarks += [f"Since this run, {len(files)} files of kernels and GPU backends have changed.", ""]
     return remarks
 

@@ -490,7 +490,7 @@ def test_connections_lost_at_once_are_closed_in_parts(http_server: ControlledSer
     wait_until(lambda: len(http_server.state.open) == len(clients))
 
     async def open_by_iteration() -> list[int]:
-        counts = [len(http_server.state.open)]
+        counts = [len(clients)]
         while http_server.state.open:
             await asyncio.sleep(0)
             counts.append(len(http_server.state.open))
