@@ -74,9 +74,14 @@ def copy_graph(graph: Path, file: Path) -> None:
             shutil.copyfile(part, target)  # not a link: onnx rejects links as an attack
 
 
+def graph_bytes(graph: Path) -> int:
+    """Return the size of a graph with its weights."""
+    return sum(file.stat().st_size for file in graph.parent.glob(f"{graph.name}*"))
+
+
 def is_large(graph: Path) -> bool:
     """Return whether a graph with its weights is too large, or nearly so, for one protobuf file."""
-    return sum(file.stat().st_size for file in graph.parent.glob(f"{graph.name}*")) > EXTERNAL_DATA_BYTES
+    return graph_bytes(graph) > EXTERNAL_DATA_BYTES
 
 
 def has_external_data(graph: Path) -> bool:

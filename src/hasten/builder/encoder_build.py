@@ -28,7 +28,7 @@ from hasten.builder.sources.onnx_model import LoadedGraph, load_graph
 from hasten.builder.sources.pytorch_model import load_model
 from hasten.bundle import Bundle, BundleWriter, Manifest
 from hasten.core.errors import AccuracyError, UnsupportedError
-from hasten.core.plan import Plan, Shapes
+from hasten.core.plan import Keep, Plan, Shapes
 from hasten.core.system.cpu_targets import describe_target, find_target, target_of
 from hasten.core.system.hardware import this_machine
 from hasten.core.tensors import Batch, Shape
@@ -75,7 +75,7 @@ class EncoderBuild(BuildPipeline):
 
     @staticmethod
     def bench(contenders: Sequence[Artifact], shapes: Sequence[Shape], rows: Batch, **options: Any) -> PhaseBench:
-        return PhaseBench(bench(contenders, shapes, rows, **options))
+        return PhaseBench(bench(contenders, shapes, rows, scales_with_rows=True, **options))
 
     def run(self) -> Bundle:
         """Build the bundle."""
@@ -111,6 +111,7 @@ class EncoderBuild(BuildPipeline):
                 tokenizer=tokenizer,
                 graphs=graphs.by_dialect(),
                 expected=expected,
+                evaluation_rows=rows.evaluation,
                 calibration_rows=rows.calibration,
                 target=target,
                 work=self.work,
@@ -119,6 +120,7 @@ class EncoderBuild(BuildPipeline):
                 qdq_module=self.qdq_module,
             )
             search = self._search(builder)
+            builder.close()
             eligible = {variant: trial for variant, trial in search.trials.items() if trial.verdict.passed}
             notes.append(f"{len(eligible)} of {len(search.trials)} variants pass the accuracy gate")
             notes += builder.notes
@@ -146,6 +148,7 @@ class EncoderBuild(BuildPipeline):
                 threads=self.plan.threads,
                 finalists=_FINALISTS,
                 progress=self.progress,
+                scales_with_rows=True,
             )
             benched = BenchedVariants(eligible, rejected, contenders, measured, shapes.optimal)
 
@@ -240,7 +243,8 @@ class EncoderBuild(BuildPipeline):
             )
 
     def _search(self, builder: VariantBuilder) -> Search:
-        search = Search(builder, builder.most_sensitive, builder.discard, self.plan.search_budget_s, self.progress)
+        stored = _FINALISTS if self.plan.keep is Keep.BEST else None
+        search = Search(builder, self.plan.search_budget_s, self.progress, stored)
         variants = list(self.candidates.variants)
         if self.candidates.is_explicit:
             search.try_explicit(variants)

@@ -41,10 +41,16 @@ class Expectation:
 
     def first(self, items: int, signature: Signature) -> Outputs:
         """Return the outputs of the first items."""
-        rows = int((self.encoded.item_of_row < items).sum())
-        batch = self.encoded.batch
-        ends = {spec.name: int(signature.counts(spec, batch)[:rows].sum()) for spec in signature.outputs}
-        return {name: value[: ends[name]] for name, value in self.outputs.items()}
+        return self.between(0, items, signature)
+
+    def between(self, start: int, end: int, signature: Signature) -> Outputs:
+        """Return the outputs of the items from `start` up to, not including, `end`."""
+        rows = slice(*(int((self.encoded.item_of_row < item).sum()) for item in (start, end)))
+        outputs = {}
+        for spec in signature.outputs:
+            ends = np.concatenate([[0], np.cumsum(signature.counts(spec, self.encoded.batch))])
+            outputs[spec.name] = self.outputs[spec.name][ends[rows.start] : ends[rows.stop]]
+        return outputs
 
 
 def expect(
@@ -88,10 +94,24 @@ def verify(
     """Judge a variant once or, if its answers depend on the other rows of a batch, at each of these batch sizes.
 
     With batch sizes the rows run in their own order, as in a server, and the worst result counts: the lowest agreement
-    and the largest drop, each at any size.
+    and the largest drop, each at any size. The largest size comes first, and a variant that fails at one size is not
+    judged at the next.
     """
+    results: list[_Measured] = []
+    sizes: list[int | None] = [*sorted(batch_sizes, reverse=True)]
+    for size in sizes or [None]:
+        results.append(_measure(predictor, variant, expected, progress, size))
+        verdict = _verdict(predictor, variant, expected, gate, results)
+        if not verdict.passed:
+            break
+    return verdict
+
+
+def _verdict(
+    predictor: Predictor, variant: str, expected: Expectation, gate: Gate, results: Sequence[_Measured]
+) -> Verdict:
+    """Return the verdict on the worst of the results."""
     task, spec = predictor.task, predictor.spec
-    results = [_measure(predictor, variant, expected, progress, size) for size in batch_sizes or (None,)]
     agreed = min(results, key=lambda result: (result.agreement.is_finite, result.agreement.value))
     # Non-finite outputs have no metric; if it is missing at one size, the verdict has none.
     scored = min(results, key=lambda result: -np.inf if result.metric is None else result.metric.value)
@@ -116,7 +136,7 @@ def verify(
         metric=metric,
         reference_metric=expected.metric,
         drop_interval=interval,
-        by_batch=tuple(_at_batch(result, expected) for result in results if result.size is not None),
+        by_batch=tuple(_at_batch(result, expected) for result in reversed(results) if result.size is not None),
         notes=too_few_rows(interval, metric, gate),
     )
 

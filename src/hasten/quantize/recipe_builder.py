@@ -22,7 +22,7 @@ from hasten.quantize.modifiers import Modifier, calibrator_of, kept_matmuls, met
 from hasten.quantize.recipe import Method, Recipe
 from hasten.quantize.rewrites.apply_rewrites import rewrite
 from hasten.quantize.rewrites.smoothing_search import search_smoothing
-from hasten.quantize.sensitivity import graph_sensitivity
+from hasten.quantize.sensitivity import Sensitivity, SensitivityReference, measure_sensitivity, open_switchable
 
 _BITS = {Precision.INT8: 8, Precision.INT4: 4}
 
@@ -35,12 +35,12 @@ class RecipeBuilder:
     # Called only if a recipe needs calibration.
     calibration: Callable[[], Calibration]
     target: CpuTarget
-    # The error of a graph's outputs against the reference, on calibration rows.
-    error_of: Callable[[Path], float]
+    # Called only if sensitivities are needed.
+    reference: Callable[[], SensitivityReference]
     progress: Progress
     # A recipe to repeat unchanged for its variant.
     fixed_recipe: Recipe | None = None
-    _sensitivity: dict[Variant, tuple[str, ...]] = field(default_factory=dict)
+    _sensitivity: dict[Variant, Sensitivity] = field(default_factory=dict)
 
     def recipe(self, variant: Variant) -> Recipe:
         """Return the recipe of a variant."""
@@ -64,22 +64,22 @@ class RecipeBuilder:
             # These variants are made for accuracy, and a quantized embedding table would only save size.
             recipe = replace(recipe, keep=self._embedding_lookups)
         if count := kept_matmuls(variant):
-            ranked = self.most_sensitive(without_kept(variant))
-            if count >= len(ranked):
-                raise PlanError(f"{variant} would leave nothing to quantize: there are {len(ranked)} matmuls")
-            recipe = replace(recipe, keep=(*recipe.keep, *ranked[:count]))
+            names = self.sensitivity(without_kept(variant)).names
+            if count >= len(names):
+                raise PlanError(f"{variant} would leave nothing to quantize: there are {len(names)} matmuls")
+            recipe = replace(recipe, keep=(*recipe.keep, *names[:count]))
         if recipe.calibrator is not None:
             recipe = replace(recipe, ranges=self._ranges(recipe))
         return recipe
 
-    def most_sensitive(self, variant: Variant, until: float = math.inf) -> tuple[str, ...]:
-        """Return the quantized operators of a variant, the one that costs most accuracy first."""
+    def sensitivity(self, variant: Variant, until: float = math.inf) -> Sensitivity:
+        """Return the sensitivity of a variant's operators; none is measured after `until`."""
         if variant not in self._sensitivity:
-            graph, recipe = self.graphs[BACKENDS.get(variant.backend).dialect], self.recipe(variant)
-            errors = graph_sensitivity(
-                graph, recipe, self.error_of, external_data=is_large(graph), until=until, progress=self.progress
+            graph, reference = self.graphs[BACKENDS.get(variant.backend).dialect], self.reference()
+            switchable = open_switchable(
+                graph, self.recipe(variant), reference.signature, external_data=is_large(graph)
             )
-            self._sensitivity[variant] = tuple(errors)
+            self._sensitivity[variant] = measure_sensitivity(switchable, reference, until=until, progress=self.progress)
         return self._sensitivity[variant]
 
     @cached_property

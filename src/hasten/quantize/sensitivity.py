@@ -6,47 +6,94 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hasten.core.progress import Progress, SilentProgress, step
+from hasten.core.report import Agreement
+from hasten.core.tensors import Batch, Outputs, Signature
 from hasten.onnx_graph import read_graph
 from hasten.quantize.analysis.matmuls import find_embedding_lookups, find_matmuls
+from hasten.quantize.analysis.switchable import SwitchableGraph
 from hasten.quantize.methods.dynamic import quantize_dynamic
 from hasten.quantize.recipe import Recipe
 from hasten.quantize.rewrites.apply_rewrites import rewrite
 from hasten.quantize.rewrites.split import float_nodes
 
 
-def graph_sensitivity(
-    graph: Path,
-    recipe: Recipe,
-    evaluate: Callable[[Path], float],
-    *,
-    external_data: bool,
-    until: float = math.inf,
-    progress: Progress | None = None,
-) -> dict[str, float]:
-    """Return the error of quantizing each operator alone, by its name in the recipe's graph, the largest first.
-
-    `evaluate` returns the error of a graph's outputs; none is measured after `until`, a time of `time.monotonic`.
-    """
+def open_switchable(graph: Path, recipe: Recipe, signature: Signature, *, external_data: bool) -> SwitchableGraph:
+    """Return the recipe's graph, of which any operators that it quantizes can be run in float."""
     with tempfile.TemporaryDirectory(prefix="hasten-") as work:
         quantized = Path(work) / "quantized.onnx"
         rewritten = rewrite(graph, Path(work) / "rewritten.onnx", recipe, external_data=external_data)
+        quantize_dynamic(rewritten, quantized, recipe, external_data=external_data)
         names = quantizable_nodes(read_graph(rewritten, with_weights=False), recipe)
-        errors = {}
-        with step(progress or SilentProgress(), "sensitivity", len(names)) as bar:
-            for name in names:
-                if time.monotonic() >= until:
-                    break
-                others = tuple(other for other in names if other != name)
-                alone = replace(recipe, keep=(*recipe.keep, *others))
-                quantize_dynamic(rewritten, quantized, alone, external_data=external_data)
-                errors[name] = evaluate(quantized)
-                bar.advance(note=name)
-    return dict(sorted(errors.items(), key=lambda pair: -pair[1]))
+        return SwitchableGraph(rewritten, quantized, names, signature)
+
+
+@dataclass(frozen=True, slots=True)
+class SensitivityReference:
+    """The rows that sensitivity is measured on, and the comparison of their outputs with those in float."""
+
+    rows: Batch
+    signature: Signature
+    agreement_of: Callable[[Outputs], Agreement]
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """The operators that a recipe quantizes, the one that costs most accuracy first, and what they cost together."""
+
+    errors: dict[str, float]
+    # Returns the agreement with the float graph if the first N operators stay in float.
+    agreement_with_float: Callable[[int], float]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the operators."""
+        return tuple(self.errors)
+
+    def smallest_float_count(self, min_agreement: float) -> int:
+        """Return how many operators must at least stay in float for this agreement, found by bisection."""
+        failing, passing = 0, max(1, len(self.errors) - 1)
+        while passing - failing > 1:
+            middle = (failing + passing) // 2
+            if self.agreement_with_float(middle) >= min_agreement:
+                passing = middle
+            else:
+                failing = middle
+        return passing
+
+
+def measure_sensitivity(
+    graph: SwitchableGraph,
+    reference: SensitivityReference,
+    *,
+    until: float = math.inf,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """Measure the error of quantizing each operator alone; none is measured after `until`, of `time.monotonic`."""
+    rows = reference.rows
+    errors = {}
+    with step(progress or SilentProgress(), "sensitivity", len(graph.names)) as bar:
+        for name in graph.names:
+            if time.monotonic() >= until:
+                break
+            errors[name] = reference.agreement_of(graph.outputs(rows, {name})).relative_error
+            bar.advance(note=name)
+    ranked = sorted(errors, key=lambda name: -errors[name])
+
+    @cache
+    def agreement_with_float(count: int) -> float:
+        # In one batch, in which rows of all lengths share the scales of dynamic quantization.
+        outputs = graph.outputs(rows, set(graph.names) - set(ranked[:count]), [np.arange(len(rows))])
+        return reference.agreement_of(outputs).value
+
+    return Sensitivity({name: errors[name] for name in ranked}, agreement_with_float)
 
 
 def quantizable_nodes(model: Any, recipe: Recipe) -> list[str]:

@@ -28,19 +28,21 @@ def searched(tiny_model: Any, quick_build: Any) -> Bundle:
     return quick_build(model, data=None, keep="all", min_agreement=0.0, bench_budget_s=0.5)
 
 
+@pytest.fixture(scope="module")
+def named(tiny_model: Any, quick_build: Any) -> Bundle:
+    """Build variants that no search tries."""
+    variants = ["onnxruntime-int8+blocks", "onnxruntime-int8+minmax"]
+    model = tiny_model("bert", "ForSequenceClassification")
+    return quick_build(model, data=None, keep="all", min_agreement=0.0, bench_budget_s=0.5, variants=variants)
+
+
 def graph_of(bundle: Bundle, name: str) -> Path:
     return bundle.artifact(bundle.entry(name)).path()
 
 
 def test_search_tries_all_modifiers(searched: Bundle) -> None:
     tried = {candidate.variant: candidate for candidate in searched.report.candidates}
-    for name in (
-        "onnxruntime-int8",
-        REFINED,
-        f"{REFINED}+tanhgelu",
-        "onnxruntime-int8+blocks",
-        "onnxruntime-int8+minmax",
-    ):
+    for name in ("onnxruntime-int8", REFINED, f"{REFINED}+tanhgelu"):
         assert tried[name].status in (Status.ELIGIBLE, Status.CHOSEN), tried[name].reason
     assert {entry.name for entry in searched.manifest.variants} <= set(tried)
     assert searched.report.pareto_front
@@ -48,18 +50,20 @@ def test_search_tries_all_modifiers(searched: Bundle) -> None:
     assert any("set aside for calibration" in note for note in notes["reference"])
 
 
-def test_dynamic_int8_is_judged_at_every_batch_size(searched: Bundle) -> None:
-    verdicts = {candidate.variant: candidate.verdict for candidate in searched.report.candidates}
+def test_dynamic_int8_is_judged_at_every_batch_size(searched: Bundle, named: Bundle) -> None:
+    candidates = (*searched.report.candidates, *named.report.candidates)
+    verdicts = {candidate.variant: candidate.verdict for candidate in candidates}
     assert [at.size for at in verdicts[REFINED].by_batch] == [1, 8, 32]
     assert verdicts["onnxruntime-int8+minmax"].by_batch == ()
     assert searched.entry(REFINED).depends_on_batch
-    assert not searched.entry("onnxruntime-int8+blocks").depends_on_batch
+    assert not named.entry("onnxruntime-int8+blocks").depends_on_batch
 
 
-def test_every_quantized_variant_runs(searched: Bundle) -> None:
-    for entry in searched.manifest.variants:
-        with hasten.load(searched.path, entry.name, threads=1) as predict:
-            assert [set(answer) for answer in predict(["one answer", "another"])] == [{"label", "score"}] * 2
+def test_every_quantized_variant_runs(searched: Bundle, named: Bundle) -> None:
+    for bundle in (searched, named):
+        for entry in bundle.manifest.variants:
+            with hasten.load(bundle.path, entry.name, threads=1) as predict:
+                assert [set(answer) for answer in predict(["one answer", "another"])] == [{"label", "score"}] * 2
 
 
 @pytest.mark.parametrize("name", [f"{REFINED}+tanhgelu", "onnxruntime-int8+minmax", "onnxruntime-int4+blocks"])

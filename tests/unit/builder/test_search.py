@@ -1,15 +1,16 @@
-"""Test the search with fake variants: its order, its budget, and how many matmuls stay in float."""
+"""Test the search with fake variants: what it tries, skips and judges, and how many matmuls stay in float."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hasten.backends import Artifact
-from hasten.builder.search.search import Search, SearchTrial, search_order
+from hasten.builder.search.search import FloatCounts, ScreenedVariant, Search, search_order
 from hasten.builder.search.select import pareto_front, rank
 from hasten.core.errors import HastenError, InputError, PlanError, StageError, UnsupportedError
 from hasten.core.progress import SilentProgress
@@ -20,84 +21,172 @@ from hasten.core.variant import Variant
 from hasten.quantize.modifiers import kept_matmuls, with_kept
 
 REFINED = Variant.parse("onnxruntime-int8+attention+smooth+split")
-FP32 = Variant.parse("onnxruntime-fp32")
+ATTENTION = Variant.parse("onnxruntime-int8+attention")
+FP32, OPENVINO, OPENVINO_INT8 = map(Variant.parse, ("onnxruntime-fp32", "openvino-fp32", "openvino-int8"))
 
 
-def trial(variant: Variant, passed: bool) -> SearchTrial:
-    agreement = Agreement("same label", float(passed), 100, 0.0, 0.0, 1.0)
-    verdict = Verdict(variant.name, passed, "because", agreement)
-    return SearchTrial(Artifact(variant, Signature((), (), 8), Path(), {}), verdict)
-
-
-def search(passes: Callable[[Variant], bool], *, matmuls: int = 24, budget_s: float = 60.0) -> Search:
-    names = [str(index) for index in range(matmuls)]
-    return Search(lambda variant: trial(variant, passes(variant)), lambda *_: names, ignore, budget_s, SilentProgress())
+def verdict_on(variant: Variant, *, passed: bool) -> Verdict:
+    return Verdict(variant.name, passed, "because", Agreement("same label", float(passed), 100, 0.0, 0.0, 1.0))
 
 
 def pass_all(*_: object) -> bool:
     return True
 
 
-def ignore(*_: object) -> None:
-    pass
+@dataclass
+class FakeBuilder:
+    """Variants that take a given time and pass, or not, on a few rows and on all."""
+
+    passes: Callable[[Variant], bool] = pass_all
+    passes_screening: Callable[[Variant], bool] = pass_all
+    times: dict[Variant, float] = field(default_factory=dict)
+    matmuls: int = 24
+    predicted: int = 1
+    screened: list[Variant] = field(default_factory=list)
+    judged: list[Variant] = field(default_factory=list)
+    discarded: list[Variant] = field(default_factory=list)
+
+    def make(self, variant: Variant) -> Artifact:
+        return Artifact(variant, Signature((), (), 8), Path(), {})
+
+    def screen(self, variant: Variant) -> ScreenedVariant:
+        self.screened.append(variant)
+        rejection = None if self.passes_screening(variant) else verdict_on(variant, passed=False)
+        return ScreenedVariant(self.make(variant), self.times.get(variant, 1.0), rejection)
+
+    def judge(self, artifact: Artifact) -> Verdict:
+        self.judged.append(artifact.variant)
+        return verdict_on(artifact.variant, passed=self.passes(artifact.variant))
+
+    def discard(self, artifact: Artifact) -> None:
+        self.discarded.append(artifact.variant)
+
+    def float_counts(self, variant: Variant, deadline: float, measured: Mapping[int, float]) -> FloatCounts:
+        self.measured = measured
+        return FloatCounts(self.matmuls - 1, self.predicted)
+
+
+def search(builder: FakeBuilder, *, budget_s: float = 60.0, stored: int | None = 2) -> Search:
+    return Search(builder, budget_s, SilentProgress(), stored)
+
+
+def statuses(run: Search) -> dict[str, Status]:
+    return {candidate.variant: candidate.status for candidate in run.others}
+
+
+def passed(run: Search) -> list[Variant]:
+    return [variant for variant, trial in run.trials.items() if trial.verdict.passed]
 
 
 def test_search_order_is_cheapest_first_per_backend() -> None:
-    both, _ = search_order([FP32, Variant.parse("openvino-fp32")], this_machine())
+    both, _ = search_order([FP32, OPENVINO], this_machine())
     alone, _ = search_order([FP32], this_machine())
     names = [variant.name for variant in both]
-    assert names.index("onnxruntime-int8+attention") < names.index(REFINED.name) < names.index("openvino-int8")
-    assert names.index("openvino-int8") < names.index("onnxruntime-int8+percentile")
-    # Rejected in every published study: tried only if they are named.
-    assert not {"onnxruntime-int8+entropy", "onnxruntime-int4+blocks"} & set(names)
+    assert names.index(ATTENTION.name) < names.index(REFINED.name) < names.index(OPENVINO_INT8.name)
+    # Never the fastest in a published study: tried only if they are named.
+    assert not any(word in name for name in names for word in ("entropy", "minmax", "percentile", "blocks"))
     assert {variant.backend for variant in alone} == {"onnxruntime"}
     assert len(set(names)) == len(names)
+
+
+def test_fastest_variants_are_judged_until_enough_have_passed() -> None:
+    fast, slow = Variant.parse("openvino-bf16"), Variant.parse("openvino-fp16")
+    builder = FakeBuilder(times={FP32: 1.0, OPENVINO: 0.9, fast: 0.3, slow: 0.6, OPENVINO_INT8: 0.2})
+    builder.passes = lambda variant: variant != OPENVINO_INT8
+    run = search(builder)
+    run.try_automatic([FP32, OPENVINO, fast, slow], [OPENVINO_INT8])
+    assert builder.judged == [OPENVINO_INT8, fast, slow, OPENVINO]
+    assert passed(run) == [fast, slow, OPENVINO]
+    assert statuses(run) == {FP32.name: Status.SKIPPED}
+    assert run.others[0].reason == f"not judged: it takes 3.33× as long as {fast}"
+    assert builder.discarded == [FP32]
+
+
+def test_all_variants_are_tried_and_judged_if_all_are_stored() -> None:
+    builder = FakeBuilder(times={FP32: 1.0, OPENVINO: 0.2, ATTENTION: 0.8})
+    run = search(builder, stored=None)
+    run.try_automatic([FP32, OPENVINO], [ATTENTION, REFINED])
+    assert set(passed(run)) == {FP32, OPENVINO, ATTENTION, REFINED}
+
+
+def test_variant_that_cannot_be_faster_is_not_tried() -> None:
+    builder = FakeBuilder(times={FP32: 1.0, ATTENTION: 0.8, OPENVINO: 0.4})
+    run = search(builder)
+    run.try_automatic([FP32, OPENVINO], [ATTENTION, REFINED])
+    assert builder.screened == [FP32, OPENVINO, ATTENTION]
+    reasons = {candidate.variant: candidate.reason for candidate in run.others}
+    expected = f"not tried: {ATTENTION} takes 2.00× as long as {OPENVINO}, and this variant computes more"
+    assert reasons[REFINED.name] == expected
+
+
+def test_postponed_variant_is_tried_once_the_faster_one_has_failed() -> None:
+    builder = FakeBuilder(lambda variant: variant != OPENVINO, times={FP32: 1.0, ATTENTION: 0.8, OPENVINO: 0.4})
+    run = search(builder)
+    run.try_automatic([FP32, OPENVINO], [ATTENTION, REFINED])
+    assert builder.screened == [FP32, OPENVINO, ATTENTION, REFINED]
+    assert REFINED in passed(run)
 
 
 @pytest.mark.parametrize(
     "refined", [REFINED, Variant.parse("fused-fp8@cuda"), Variant.parse("fused-int8@cuda")], ids=str
 )
 @pytest.mark.parametrize("needed", [1, 2, 3, 5, 8, 11, 23])
-def test_refining_finds_the_smallest_number_of_float_matmuls(needed: int, refined: Variant) -> None:
-    run = search(lambda variant: variant == FP32 or kept_matmuls(variant) >= needed)
+@pytest.mark.parametrize("predicted", [1, 3])
+def test_refining_finds_a_small_number_of_float_matmuls(needed: int, predicted: int, refined: Variant) -> None:
+    builder = FakeBuilder(predicted=predicted)
+    builder.passes_screening = lambda variant: variant == FP32 or kept_matmuls(variant) >= needed
+    run = search(builder)
     run.try_automatic([FP32], [refined])
-    passed = [variant for variant, trial in run.trials.items() if trial.verdict.passed and variant != FP32]
-    assert min(map(kept_matmuls, passed)) == needed
+    counts = [kept_matmuls(variant) for variant in passed(run) if variant != FP32]
+    # Fewer than predicted are not tried.
+    assert counts == [max(needed, predicted)]
     # Doubling, then bisection: few variants are tried.
-    assert len(run.trials) + len(run.others) <= 12
+    assert len(builder.screened) <= 12
+
+
+def test_variant_that_fails_on_all_rows_is_refined_further() -> None:
+    builder = FakeBuilder(predicted=2)
+    builder.passes_screening = lambda variant: variant == FP32 or kept_matmuls(variant) >= 2
+    builder.passes = lambda variant: variant == FP32 or kept_matmuls(variant) >= 4
+    builder.times = {FP32: 1.0, **{with_kept(REFINED, count): 0.3 for count in range(1, 24)}, REFINED: 0.3}
+    run = search(builder)
+    run.try_automatic([FP32], [REFINED])
+    assert [kept_matmuls(variant) for variant in builder.judged if variant != FP32] == [2, 3, 4]
+    assert builder.measured == {2: 0.0, 3: 0.0}
+    assert set(passed(run)) == {with_kept(REFINED, 4), FP32}
 
 
 def test_superseded_variant_is_discarded_and_recorded() -> None:
-    discarded: list[str] = []
-    run = search(lambda variant: kept_matmuls(variant) >= 5)
-    run.discard = lambda artifact: discarded.append(artifact.variant.name)
+    builder = FakeBuilder()
+    builder.passes_screening = lambda variant: kept_matmuls(variant) >= 5
+    run = search(builder)
     run.try_automatic([], [REFINED])
-    assert [kept_matmuls(variant) for variant, trial in run.trials.items() if trial.verdict.passed] == [5]
-    assert discarded == [with_kept(REFINED, count).name for count in (8, 6)]
-    assert [(candidate.variant, candidate.status) for candidate in run.others] == [
-        (name, Status.ELIGIBLE) for name in discarded
-    ]
-    assert run.others[0].reason == f"not timed: {REFINED}+keep6 passes the accuracy gate too, with less in float"
-    assert all(candidate.verdict is not None and candidate.verdict.passed for candidate in run.others)
+    assert [kept_matmuls(variant) for variant in passed(run)] == [5]
+    assert builder.discarded == [with_kept(REFINED, count) for count in (8, 6)]
+    skipped = [candidate for candidate in run.others if candidate.status is Status.SKIPPED]
+    assert [candidate.variant for candidate in skipped] == [variant.name for variant in builder.discarded]
+    assert skipped[0].reason == f"not judged: {REFINED}+keep6 passes the first rows too, with less in float"
 
 
 def test_passing_variant_is_not_refined() -> None:
-    run = search(pass_all)
+    run = search(FakeBuilder())
     run.try_automatic([FP32], [REFINED])
-    assert list(run.trials) == [FP32, REFINED]
+    assert set(run.trials) == {FP32, REFINED}
 
 
 def test_refining_stops_when_no_number_of_float_matmuls_passes() -> None:
-    run = search(lambda variant: variant == FP32, matmuls=8)
+    builder = FakeBuilder(passes_screening=lambda variant: variant == FP32, matmuls=8)
+    run = search(builder)
     run.try_automatic([FP32], [REFINED])
-    assert [kept_matmuls(variant) for variant in run.trials] == [0, 0, 1, 2, 4, 7]
+    assert [kept_matmuls(variant) for variant in builder.screened] == [0, 0, 1, 2, 4, 7]
+    assert set(statuses(run).values()) == {Status.INACCURATE}
 
 
 def test_only_first_variants_are_tried_when_the_budget_is_spent() -> None:
-    run = search(pass_all, budget_s=1e-9)
+    run = search(FakeBuilder(), budget_s=1e-9)
     run.try_automatic([FP32], [REFINED])
     assert list(run.trials) == [FP32]
-    assert [(candidate.variant, candidate.status) for candidate in run.others] == [(REFINED.name, Status.SKIPPED)]
+    assert statuses(run) == {REFINED.name: Status.SKIPPED}
 
 
 @pytest.mark.parametrize(
@@ -112,20 +201,22 @@ def test_next_refinement_is_recorded_as_skipped_when_the_budget_ends(tried: list
             run._deadline = 0.0
         return kept_matmuls(variant) >= 6
 
-    run = search(passes, matmuls=8)
+    builder = FakeBuilder(passes_screening=passes, matmuls=8)
+    run = search(builder)
     run.try_automatic([], [REFINED])
-    assert [kept_matmuls(variant) for variant in run.trials] == [0, *tried]
-    assert [(candidate.variant, candidate.status) for candidate in run.others] == [
-        (with_kept(REFINED, skipped).name, Status.SKIPPED)
-    ]
+    assert [kept_matmuls(variant) for variant in builder.screened] == [0, *tried]
+    skipped_names = [candidate.variant for candidate in run.others if candidate.status is Status.SKIPPED]
+    assert skipped_names == [with_kept(REFINED, skipped).name]
 
 
 @pytest.mark.parametrize("error", [StageError, InputError, UnsupportedError, PlanError])
 def test_failing_variant_is_recorded_unless_the_user_named_it(error: type[HastenError]) -> None:
-    def attempt(*_: object) -> SearchTrial:
+    def fail(*_: object) -> Any:
         raise error("no such thing")
 
-    run = Search(attempt, lambda *_: [], ignore, 60.0, SilentProgress())
+    builder = FakeBuilder()
+    builder.screen = builder.judge = fail  # type: ignore[method-assign]
+    run = search(builder)
     run.try_automatic([FP32], [])
     assert [(candidate.status, candidate.reason) for candidate in run.others] == [(Status.FAILED, "no such thing")]
     with pytest.raises(error, match="no such thing"):

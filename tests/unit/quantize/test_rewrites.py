@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,52 +24,7 @@ from hasten.quantize.rewrites.gelu import approximate_gelu  # noqa: E402
 from hasten.quantize.rewrites.smooth import smooth, smoothing_exponents  # noqa: E402
 from hasten.quantize.rewrites.smoothing_search import quantization_error, search_smoothing  # noqa: E402
 from hasten.quantize.rewrites.split import OUTLIER_CHANNELS, find_splits, float_nodes, split  # noqa: E402
-from hasten.quantize.sensitivity import graph_sensitivity  # noqa: E402
-
-WIDTH, WIDE, WORDS = 16, 48, 40
-FUSED = "com.microsoft"
-
-
-class Graph:
-    """A graph from `input_ids` to `result`: an embedding lookup, followed by the nodes of a test."""
-
-    def __init__(self) -> None:
-        self.nodes: list[Any] = []
-        self.constants: list[Any] = []
-        self.random = np.random.default_rng(3)
-        self.hidden = self.add("Gather", self.weight(WORDS, WIDTH, scale=1.0), "input_ids", name="words")
-
-    def add(self, kind: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
-        output = f"{kind}_{len(self.nodes)}"
-        self.nodes.append(helper.make_node(kind, inputs, [output], name=output if name is None else name, **attributes))
-        return output
-
-    def constant(self, values: Any) -> str:
-        name = f"constant_{len(self.constants)}"
-        self.constants.append(numpy_helper.from_array(np.asarray(values), name))
-        return name
-
-    def weight(self, *shape: int, scale: float = 0.3) -> str:
-        return self.constant(self.random.normal(scale=scale, size=shape).astype(np.float32))
-
-    def matmul(self, tensor: str, inputs: int, outputs: int, name: str) -> str:
-        return self.add("MatMul", tensor, self.weight(inputs, outputs), name=name)
-
-    def norm(self, tensor: str) -> str:
-        return self.add("LayerNormalization", tensor, self.weight(WIDTH, scale=1.0), self.weight(WIDTH), axis=-1)
-
-    def erf_gelu(self, tensor: str) -> str:
-        erf = self.add("Erf", self.add("Div", tensor, self.constant(np.float32(2**0.5))))
-        shifted = self.add("Add", erf, self.constant(np.float32(1)))
-        return self.add("Mul", self.add("Mul", tensor, shifted), self.constant(np.float32(0.5)))
-
-    def model(self, result: str, *more_outputs: str, opset: int = 17) -> Any:
-        self.nodes.append(helper.make_node("Identity", [result], ["result"]))
-        outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("result", *more_outputs)]
-        ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "sequence"])
-        graph = helper.make_graph(self.nodes, "test", [ids], outputs, self.constants)
-        opsets = [helper.make_opsetid("", opset), helper.make_opsetid(FUSED, 1)]
-        return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+from support.models.small_graphs import FUSED, WIDE, WIDTH, WORDS, Graph, gated, run  # noqa: E402
 
 
 def portable(graph: Graph) -> str:
@@ -104,12 +58,6 @@ def relu(graph: Graph) -> str:
 LAYERS = (portable, fused, gemms, relu)
 
 
-def gated(graph: Graph) -> str:
-    gate = graph.add("Sigmoid", graph.matmul(graph.hidden, WIDTH, WIDE, "gate"))
-    up = graph.matmul(graph.hidden, WIDTH, WIDE, "up")
-    return graph.matmul(graph.add("Mul", gate, up), WIDE, WIDTH, "second")
-
-
 def norm_between(graph: Graph) -> str:
     first = graph.matmul(graph.hidden, WIDTH, WIDTH, "first")
     return graph.matmul(graph.norm(first), WIDTH, WIDTH, "second")
@@ -123,16 +71,6 @@ def read_elsewhere(graph: Graph) -> str:
 def constant_by_token(graph: Graph) -> str:
     first = graph.add("Add", graph.matmul(graph.hidden, WIDTH, WIDE, "first"), graph.weight(6, WIDE))
     return graph.matmul(first, WIDE, WIDTH, "second")
-
-
-def run(model: Any, output: str = "result") -> np.ndarray:
-    """Run the graph without optimizations."""
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    ids = np.random.default_rng(5).integers(0, WORDS, (3, 6))
-    result: np.ndarray = session.run([output], {"input_ids": ids})[0]
-    return result
 
 
 def copy(model: Any) -> Any:
@@ -461,43 +399,3 @@ def test_search_finds_the_outlier_channels(tmp_path: Path, calibration: Calibrat
 
 def constant_of(graph: Graph, number: int) -> np.ndarray:
     return numpy_helper.to_array(graph.constants[number]).copy()
-
-
-class RecordingProgress:
-    def __init__(self) -> None:
-        self.steps: list[str | None] = []
-
-    def start(self, name: str, total: float | None = None) -> None:
-        self.total = total
-
-    def advance(self, amount: float = 1, note: str | None = None) -> None:
-        self.steps.append(note)
-
-    def finish(self, note: str = "", *, ok: bool = True) -> None:
-        self.is_finished = ok
-
-
-def test_sensitivity_is_sorted_and_stops_at_the_deadline(tmp_path: Path) -> None:
-    graph = Graph()
-    model = graph.model(gated(graph))
-    onnx.save_model(model, tmp_path / "model.onnx")
-    evaluated: list[Mapping[str, int]] = []
-    exact = run(model)
-
-    def evaluate(file: Path) -> float:
-        quantized = onnx.load(file)
-        evaluated.append({each.op_type: 1 for each in quantized.graph.node})
-        return float(np.abs(run(quantized) - exact).max())
-
-    progress = RecordingProgress()
-    measured = graph_sensitivity(
-        tmp_path / "model.onnx", recipe(keep=("up",)), evaluate, external_data=False, progress=progress
-    )
-    assert sorted(measured) == ["gate", "second", "words"]
-    assert list(measured.values()) == sorted(measured.values(), reverse=True)
-    assert all(error > 0 for error in measured.values())
-    # One at a time: first the embedding lookup, then each matmul.
-    assert [("MatMulInteger" in kinds) for kinds in evaluated] == [False, True, True]
-    assert (progress.total, progress.is_finished) == (3, True)
-    assert progress.steps == ["words", "gate", "second"]
-    assert graph_sensitivity(tmp_path / "model.onnx", recipe(), evaluate, external_data=False, until=0.0) == {}

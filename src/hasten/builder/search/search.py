@@ -1,22 +1,28 @@
-"""Search for lower precision: make and judge variants from cheap to expensive until the budget is spent."""
+"""Search for the fastest accurate variants: screen candidates on a few rows, and judge the fastest on all of them.
+
+make, time briefly, screen ─▶ skip what cannot be faster ─▶ keep sensitive matmuls in float ─▶ judge, fastest first
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from typing import Protocol
 
 from hasten.backends import BACKENDS, Artifact
 from hasten.core.errors import HastenError
 from hasten.core.progress import Progress, step
 from hasten.core.report import Candidate, Status, Verdict
 from hasten.core.system.hardware import Machine
-from hasten.core.variant import CUDA, Support, Variant
-from hasten.quantize.modifiers import is_quantized, method_of, with_kept
+from hasten.core.variant import CUDA, Precision, Support, Variant
+from hasten.quantize.modifiers import Modifier, is_quantized, kept_matmuls, method_of, with_kept, without_kept
 from hasten.quantize.recipe import Method
 
-# Variants tried beyond those that a backend offers itself: first those that usually pay, cheapest to make first …
+# Variants tried beyond those that a backend offers itself, cheapest to make first. Static int8 and block-wise
+# quantization of encoders can be named but are not tried: none was the fastest in any study of
+# docs/reference/precision.md.
 SEARCH_ORDER = {
     "onnxruntime": (
         "onnxruntime-int8+attention",
@@ -26,9 +32,6 @@ SEARCH_ORDER = {
     "openvino": ("openvino-int8",),
     "fused": ("fused-fp8@cuda", "fused-fp8+tanhgelu@cuda", "fused-fp8+tanhgelu+fastaccum@cuda", "fused-int8@cuda"),
 }
-# … then those that rarely do. int8+entropy and int4+blocks of encoders can be named but are not tried: all four studies
-# of docs/reference/precision.md rejected them.
-_LOW_YIELD = {"onnxruntime": ("onnxruntime-int8+blocks", "onnxruntime-int8+minmax", "onnxruntime-int8+percentile")}
 # Backends whose variants are tried only if they are named: no engine of theirs was ever run on a GPU.
 EXPERIMENTAL_BACKENDS = ("tensorrt", "tensorrt-rtx")
 # Variants that are refined if they fail the gate: their most sensitive matmuls stay in float.
@@ -41,7 +44,7 @@ def search_order(offered: Sequence[Variant], machine: Machine) -> tuple[list[Var
     """Return the variants to try after those that backends offer, and those that lack a package or a GPU."""
     pairs = dict.fromkeys((variant.backend, variant.device) for variant in offered)
     backends = dict.fromkeys(backend for backend, _ in pairs)
-    names = [name for order in (SEARCH_ORDER, _LOW_YIELD) for backend in backends for name in order.get(backend, ())]
+    names = [name for backend in backends for name in SEARCH_ORDER.get(backend, ())]
     variants: list[Variant] = []
     unavailable: list[Candidate] = []
     for variant in map(Variant.parse, names):
@@ -64,6 +67,13 @@ def missing_requirement(variant: Variant) -> str | None:
     return package if package is not None and find_spec(package) is None else None
 
 
+# Times of a few runs in one process differ by this much without a reason.
+_TIMING_MARGIN = 1.1
+# Modifiers that only add work to a variant of ONNX Runtime, and the largest gain by a cheaper GELU.
+_ADDING_WORK = (Modifier.SMOOTH, Modifier.SPLIT)
+_GELU_GAIN = 0.85
+
+
 @dataclass(frozen=True, slots=True)
 class SearchTrial:
     """A variant that was made, and the verdict on its accuracy."""
@@ -72,93 +82,238 @@ class SearchTrial:
     verdict: Verdict
 
 
+@dataclass(frozen=True, slots=True)
+class ScreenedVariant:
+    """A variant that was made, its time relative to the first one's, and the verdict if a few rows reject it."""
+
+    artifact: Artifact
+    relative_time: float
+    rejection: Verdict | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FloatCounts:
+    """How many matmuls of a variant can stay in float, and how many probably have to for it to pass."""
+
+    max: int
+    predicted: int = 1
+
+
+class CandidateBuilder(Protocol):
+    """Makes and judges the variants of one model."""
+
+    def make(self, variant: Variant) -> Artifact:
+        """Make the files of a variant."""
+
+    def screen(self, variant: Variant) -> ScreenedVariant:
+        """Make a variant, time it briefly, and reject it if a few rows show that it is inaccurate."""
+
+    def judge(self, artifact: Artifact) -> Verdict:
+        """Return the verdict of the accuracy gate on a variant that was made."""
+
+    def discard(self, artifact: Artifact) -> None:
+        """Remove the files of a variant that will not be chosen: a search makes many."""
+
+    def float_counts(self, variant: Variant, deadline: float, measured: Mapping[int, float]) -> FloatCounts:
+        """Return how many matmuls of a variant can stay in float; measure none after the deadline.
+
+        `measured` is the agreement on all rows, by the number of matmuls in float, where it is known.
+        """
+
+
 @dataclass
 class Search:
     """Tries variants. A failure is an error for a variant the user named, and recorded for any other."""
 
-    attempt: Callable[[Variant], SearchTrial]
-    # Returns the matmuls of a variant that were ranked by a deadline, the one that costs most accuracy first.
-    most_sensitive: Callable[[Variant, float], Sequence[str]]
-    # Removes the files of a variant that will not be chosen: a search makes many.
-    discard: Callable[[Artifact], None]
+    builder: CandidateBuilder
     budget_s: float
     progress: Progress
+    # How many variants a bundle stores; None stores all that pass.
+    stored: int | None = 2
     trials: dict[Variant, SearchTrial] = field(default_factory=dict)
-    # Variants that were not tried, could not be made, or need not be timed.
+    # Variants that were not tried, were rejected on a few rows, could not be made, or need not be judged.
     others: list[Candidate] = field(default_factory=list)
+    # Variants that were screened and are not judged yet.
+    _screened: dict[Variant, ScreenedVariant] = field(default_factory=dict)
+    _times: dict[Variant, float] = field(default_factory=dict)
+    # Variants that could not be faster than those before them, with the reason.
+    _postponed: dict[Variant, str] = field(default_factory=dict)
+    _refined: set[Variant] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.budget_s
 
     def try_explicit(self, variants: Sequence[Variant]) -> None:
-        """Try the variants that the user named."""
+        """Judge the variants that the user named."""
         with step(self.progress, "variants", total=len(variants)):
             for variant in variants:
-                self._try(variant, is_explicit=True)
+                self.progress.advance(0, note=f"trying {variant}")
+                artifact = self.builder.make(variant)
+                self.trials[variant] = SearchTrial(artifact, self.builder.judge(artifact))
+                self.progress.advance(note=f"{variant}: {self.trials[variant].verdict.reason}")
 
     def try_automatic(self, variants: Sequence[Variant], further: Sequence[Variant]) -> None:
-        """Try the first variants in any case, and the further ones while the budget lasts."""
+        """Screen the first variants in any case and the further ones while the budget lasts; judge the fastest."""
         with step(self.progress, "search", total=len(variants) + len(further)):
             for variant in variants:
-                self._try(variant)
+                self._screen(variant)
             for variant in further:
-                if not self._is_skipped(variant):
-                    self._try(variant)
-        for variant in map(Variant.parse, _REFINED):
-            if variant in self.trials and not self.trials[variant].verdict.passed:
-                self._refine(variant)
+                self._consider(variant)
+            self._refine_rejected()
+            self._judge_fastest()
+        for variant, reason in self._postponed.items():
+            self.others.append(Candidate(variant.name, Status.SKIPPED, reason))
 
-    def _refine(self, variant: Variant) -> None:
-        """Find the smallest number of sensitive matmuls to keep in float: by doubling, then by bisection."""
-        # With all of them in float it would be fp32.
-        max_count = 0 if self._is_budget_spent() else len(self.most_sensitive(variant, self._deadline)) - 1
-        if self._is_skipped(with_kept(variant, 1)):
-            return
-        failing, count = 0, 1
-        while failing < max_count and not self._is_skipped(with_kept(variant, count)):
-            if self._try(with_kept(variant, count)):
-                break
-            failing, count = count, min(2 * count, max_count)
-        else:
-            return
-        while count - failing > 1:
-            middle = (failing + count) // 2
-            if self._is_skipped(with_kept(variant, middle)):
-                return
-            if self._try(with_kept(variant, middle)):
-                self._supersede(with_kept(variant, count), with_kept(variant, middle))
-                count = middle
-            else:
-                failing = middle
+    def _consider(self, variant: Variant) -> bool:
+        """Screen a variant unless it cannot be the fastest, or the budget is spent; return whether it may pass."""
+        if (reason := self._reason_to_postpone(variant)) is not None:
+            self._postponed[variant] = reason
+            return False
+        self._postponed.pop(variant, None)
+        if self._is_budget_spent():
+            reason = f"not tried: the {self.budget_s:.0f} s of --search-budget were spent"
+            self.others.append(Candidate(variant.name, Status.SKIPPED, reason))
+            return False
+        return self._screen(variant)
 
-    def _try(self, variant: Variant, *, is_explicit: bool = False) -> bool:
+    def _screen(self, variant: Variant) -> bool:
+        """Screen a variant and return whether it may pass."""
         try:
             self.progress.advance(0, note=f"trying {variant}")
-            trial = self.attempt(variant)
+            screened = self.builder.screen(variant)
         except HastenError as error:
-            if is_explicit:
-                raise
             self.others.append(Candidate(variant.name, Status.FAILED, str(error)))
             self.progress.advance(note=f"{variant} failed")
             return False
-        self.trials[variant] = trial
-        self.progress.advance(note=f"{variant}: {trial.verdict.reason}")
-        return trial.verdict.passed
+        self._times[variant] = screened.relative_time
+        if screened.rejection is not None:
+            self.others.append(
+                Candidate(variant.name, Status.INACCURATE, screened.rejection.reason, screened.rejection)
+            )
+            self.progress.advance(note=f"{variant}: {screened.rejection.reason}")
+            return False
+        self._screened[variant] = screened
+        self.progress.advance(note=f"{variant} may pass")
+        return True
+
+    def _reason_to_postpone(self, variant: Variant) -> str | None:
+        """Return why a variant cannot become the fastest: one that computes no more is already slower."""
+        if self.stored is None:
+            return None
+        ordinary = replace(
+            without_kept(variant),
+            modifiers=tuple(
+                word for word in without_kept(variant).modifiers if word not in (*_ADDING_WORK, Modifier.TANH_GELU)
+            ),
+        )
+        candidates = [*self._screened, *(key for key, trial in self.trials.items() if trial.verdict.passed)]
+        if ordinary == variant or ordinary not in self._times or not candidates:
+            return None
+        fastest = min(candidates, key=self._times.__getitem__)
+        gain = _GELU_GAIN if Modifier.TANH_GELU in variant.modifiers else 1.0
+        ratio = gain * self._times[ordinary] / self._times[fastest]
+        if ratio <= _TIMING_MARGIN:
+            return None
+        slower = f"{ordinary} takes {ratio / gain:.2f}× as long as {fastest}"
+        return f"not tried: {slower}, and this variant computes more"
+
+    # Matmuls in float
+
+    def _refine_rejected(self) -> None:
+        """Refine the variants that were rejected, if any of their matmuls may stay in float."""
+        accepted = {*self._screened, *self._passed, *self._refined}
+        for variant in map(Variant.parse, _REFINED):
+            if variant in self._times and variant not in accepted:
+                self._refine(variant)
+
+    def _refine(self, variant: Variant, failing: int = 0) -> None:
+        """Find a small number of sensitive matmuls to keep in float: by prediction, then doubling and bisection."""
+        self._refined.add(variant)
+        if self._reason_to_postpone(with_kept(variant, failing + 1)) is not None or self._is_budget_spent():
+            self._consider(with_kept(variant, failing + 1))  # records why it is not tried
+            return
+        measured = {
+            kept_matmuls(other): trial.verdict.agreement.value
+            for other, trial in self.trials.items()
+            if without_kept(other) == variant
+        }
+        counts = self.builder.float_counts(variant, self._deadline, measured)
+        # Fewer than predicted are assumed to fail.
+        failing = max(failing, counts.predicted - 1)
+        count = failing + 1
+        if count > counts.max:
+            return  # with all of them in float it would be fp32
+        while not self._consider(with_kept(variant, count)):
+            if with_kept(variant, count) not in self._times or count >= counts.max:
+                return
+            failing, count = count, min(2 * count, counts.max)
+        while count - failing > 1:
+            middle = (failing + count) // 2
+            if self._consider(with_kept(variant, middle)):
+                self._supersede(with_kept(variant, count), with_kept(variant, middle))
+                count = middle
+            elif with_kept(variant, middle) in self._times:
+                failing = middle
+            else:
+                return
 
     def _supersede(self, variant: Variant, other: Variant) -> None:
-        """Drop a variant that passed because another one passed that computes less in float."""
-        trial = self.trials.pop(variant)
-        self.discard(trial.artifact)
-        reason = f"not timed: {other} passes the accuracy gate too, with less in float"
-        self.others.append(Candidate(variant.name, Status.ELIGIBLE, reason, trial.verdict))
+        """Drop a variant because another one, which computes less in float, may pass too."""
+        self.builder.discard(self._screened.pop(variant).artifact)
+        reason = f"not judged: {other} passes the first rows too, with less in float"
+        self.others.append(Candidate(variant.name, Status.SKIPPED, reason))
 
-    def _is_skipped(self, variant: Variant) -> bool:
-        """Return whether the budget is spent, and record the variant as skipped if so."""
-        is_spent = self._is_budget_spent()
-        if is_spent:
-            reason = f"not tried: the {self.budget_s:.0f} s of --search-budget were spent"
+    # Judging on all rows
+
+    def _judge_fastest(self) -> None:
+        """Judge variants on all rows, fastest first, until enough have passed to store, and one in fp32."""
+        while self._screened:
+            variant = min(self._screened, key=self._times.__getitem__)
+            if self._has_enough(variant):
+                break
+            if not self._judge(variant):
+                self._replace_failed(variant)
+        lossless = [variant for variant in self._screened if variant.precision is Precision.FP32]
+        has_lossless = any(variant.precision is Precision.FP32 for variant in self._passed)
+        if lossless and not has_lossless:
+            self._judge(min(lossless, key=self._times.__getitem__))
+        for variant, screened in self._screened.items():
+            best = min(self._passed, key=self._times.__getitem__)
+            reason = f"not judged: it takes {screened.relative_time / self._times[best]:.2f}× as long as {best}"
             self.others.append(Candidate(variant.name, Status.SKIPPED, reason))
-        return is_spent
+            self.builder.discard(screened.artifact)
+        self._screened.clear()
+
+    def _has_enough(self, variant: Variant) -> bool:
+        """Return whether enough variants have passed that are faster than this one."""
+        if self.stored is None:
+            return False
+        times = sorted(self._times[each] for each in self._passed if BACKENDS.get(each.backend).is_stored)
+        return len(times) >= self.stored and self._times[variant] > _TIMING_MARGIN * times[self.stored - 1]
+
+    def _judge(self, variant: Variant) -> bool:
+        artifact = self._screened.pop(variant).artifact
+        try:
+            verdict = self.builder.judge(artifact)
+        except HastenError as error:
+            self.others.append(Candidate(variant.name, Status.FAILED, str(error)))
+            return False
+        self.trials[variant] = SearchTrial(artifact, verdict)
+        self.progress.advance(0, note=f"{variant}: {verdict.reason}")
+        return verdict.passed
+
+    def _replace_failed(self, variant: Variant) -> None:
+        """Try what may take the place of a variant that passed the first rows and failed on all."""
+        for postponed in list(self._postponed):
+            self._consider(postponed)
+        base = without_kept(variant)
+        if base.name in _REFINED:
+            self._refine(base, kept_matmuls(variant))
+        self._refine_rejected()
+
+    @property
+    def _passed(self) -> Mapping[Variant, SearchTrial]:
+        return {variant: trial for variant, trial in self.trials.items() if trial.verdict.passed}
 
     def _is_budget_spent(self) -> bool:
         return time.monotonic() > self._deadline

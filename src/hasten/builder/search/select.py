@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from hasten.backends import BACKENDS
 from hasten.builder.search.search import SearchTrial
 from hasten.bundle import VariantEntry
-from hasten.core.report import Bench, Candidate, Status, Verdict
+from hasten.core.report import Bench, Candidate, Status, Timing, Verdict
 from hasten.core.tensors import Shape
 from hasten.core.variant import Variant
+from hasten.metrics.statistics import median_ratio
 
 
 def rank(bench: Bench, shape: Shape, eligible: Sequence[Variant]) -> list[Variant]:
@@ -49,8 +52,19 @@ def explain(
             reason = "for comparison only: needs PyTorch"
         else:
             reason = f"takes {timing.p50_ms / timings[winner.name].p50_ms:.2f}× as long as {winner} at {shape}"
+            if is_tie(timing, timings[winner.name]):
+                reason += ": a tie, since the difference is not significant"
         candidates.append(Candidate(variant.name, status, reason, verdict))
     return candidates
+
+
+def is_tie(timing: Timing, other: Timing) -> bool:
+    """Return whether the interval of the ratio of two timings of the same rounds includes 1."""
+    rounds = min(len(timing.round_medians_ms), len(other.round_medians_ms))
+    if not (timing.has_interval and other.has_interval):
+        return False
+    ratio = median_ratio(np.array(timing.round_medians_ms[:rounds]), np.array(other.round_medians_ms[:rounds]))
+    return ratio.low <= 1.0 <= ratio.high
 
 
 def pareto_front(candidates: Sequence[Candidate], bench: Bench, shape: Shape) -> tuple[str, ...]:

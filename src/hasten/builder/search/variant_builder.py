@@ -1,19 +1,32 @@
-"""Make one variant at a time from the graph it needs, and compare it with the reference."""
+"""Make one variant at a time from the graph it needs, screen it on a few rows, and judge it on all."""
 
 from __future__ import annotations
 
-import math
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Source, SupportsQuantization, dialect_of
+import numpy as np
+
+from hasten.backends import (
+    BACKENDS,
+    MODEL,
+    Artifact,
+    Dialect,
+    RunOptions,
+    Session,
+    Source,
+    SupportsQuantization,
+    dialect_of,
+)
 from hasten.builder.passes.pipeline import apply_passes, apply_plain, record_pass
 from hasten.builder.search.candidates import check_not_quantized_twice
-from hasten.builder.search.search import SearchTrial
+from hasten.builder.search.search import FloatCounts, ScreenedVariant, SearchTrial
 from hasten.builder.search.select import variant_entry
 from hasten.builder.sources.onnx_model import LoadedGraph
 from hasten.builder.sources.pytorch_model import LoadedModel
@@ -21,14 +34,16 @@ from hasten.bundle import VariantEntry
 from hasten.core.errors import PlanError, StageError, translate_os_errors
 from hasten.core.plan import Plan
 from hasten.core.progress import Progress, SilentProgress
-from hasten.core.report import Pass
+from hasten.core.report import Pass, Verdict
 from hasten.core.system.cpu_targets import CpuTarget, required_features, target_of
 from hasten.core.system.hardware import this_machine
+from hasten.core.tensors import Batch, tile_rows
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
 from hasten.measure.encoder_gate import Expectation, expect, verify
 from hasten.measure.non_finite import with_non_finite_hint
-from hasten.onnx_graph import is_large
+from hasten.measure.screening import Screening
+from hasten.onnx_graph import graph_bytes, is_large
 from hasten.predictor import Predictor
 from hasten.quantize.analysis.calibration import Calibration
 from hasten.quantize.analysis.overflow import describe_overflows, find_overflows
@@ -47,23 +62,30 @@ from hasten.quantize.modifiers import (
 from hasten.quantize.recipe import FILE, Method, Recipe
 from hasten.quantize.recipe_builder import RecipeBuilder
 from hasten.quantize.rewrites.gelu import approximate_gelu
+from hasten.quantize.sensitivity import SensitivityReference
 from hasten.tasks import TASKS, Row
 
 LoadedSource: TypeAlias = LoadedModel | LoadedGraph
 
-# Enough to tell which matmul costs most accuracy, and few enough to run the model once per matmul.
-_SENSITIVITY_ROWS = 32
+# Enough to tell which matmul costs most accuracy, and few enough to run the model once per matmul: fewer for graphs
+# larger than this.
+_MAX_SENSITIVITY_ROWS, _MIN_SENSITIVITY_ROWS, _SENSITIVITY_BYTES = 32, 8, 2**27
+# A variant is timed briefly when it is screened: in up to five pairs of runs, and in two if they take this long.
+_MIN_PAIRS, _MAX_PAIRS, _PAIRS_S = 2, 5, 1.5
+# Time for the threads of the other session to stop spinning.
+_SETTLE_S = 0.01
 
 
 @dataclass
 class VariantBuilder:
-    """Makes variants of a loaded model and judges them. Call it with a variant."""
+    """Makes variants of a loaded model, screens and judges them."""
 
     plan: Plan
     loaded: LoadedSource
     tokenizer: Tokenizer
     graphs: Mapping[Dialect, Path]
     expected: Expectation
+    evaluation_rows: Sequence[Row]
     calibration_rows: Sequence[Row]
     target: CpuTarget
     work: Path
@@ -75,31 +97,93 @@ class VariantBuilder:
     passes: list[Pass] = field(default_factory=list)
     recipes: dict[Variant, Recipe] = field(default_factory=dict)
     _sensitive: dict[Variant, Sequence[str]] = field(default_factory=dict)
+    # The session of the first variant, which the others are timed with.
+    _first: Session | None = None
 
-    def __call__(self, variant: Variant) -> SearchTrial:
+    def screen(self, variant: Variant) -> ScreenedVariant:
+        """Make a variant, time it briefly at the optimal shape, and reject it if a few rows show that it is wrong."""
+        with self._cleaning_up(variant):
+            artifact = self.make(variant)
+            with self._open_checked(artifact) as predictor:
+                relative_time = self._relative_time(predictor.session, artifact)
+                rejection = self._screening.reject(predictor, variant.name)
+            if rejection is not None:
+                rejection = self._with_hint(rejection, artifact)
+                self.discard(artifact)
+        return ScreenedVariant(artifact, relative_time, rejection)
+
+    def judge(self, artifact: Artifact) -> Verdict:
+        """Return the verdict of the accuracy gate on a variant that was made; a rejected one is discarded."""
+        variant = artifact.variant
+        with self._cleaning_up(variant):
+            with self._open_checked(artifact) as predictor:
+                sizes = self.judged_batches(variant)
+                verdict = verify(
+                    predictor, variant.name, self.expected, self.plan.gate, self.progress, batch_sizes=sizes
+                )
+            verdict = self._with_hint(verdict, artifact)
+            if not verdict.passed:
+                self.discard(artifact)
+        return verdict
+
+    def judged_batches(self, variant: Variant) -> tuple[int, ...]:
+        """Return the batch sizes that a variant is judged at; none if its answers do not depend on the batch."""
+        recipe = self.recipes.get(variant)
+        # The scales of dynamic int8 depend on the other rows of the batch.
+        return self.plan.shapes.batches if recipe is not None and recipe.method is Method.DYNAMIC else ()
+
+    @contextmanager
+    def _cleaning_up(self, variant: Variant) -> Iterator[None]:
+        """Remove the files of a variant if the body fails."""
         try:
             # A disk that is full for this variant may have room for a smaller one.
             with translate_os_errors(f"making {variant} in {self.work}", self.work):
-                return self._try(variant)
+                yield
         except BaseException:
             for folder in (self.work / variant.name, self._graph_folder(variant)):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _try(self, variant: Variant) -> SearchTrial:
-        artifact = self.make(variant)
-        with self._open(artifact) as predictor:
-            precision = predictor.session.spec.precision
-            if precision != variant.precision:
-                raise StageError(f"{variant} computes in {precision} on this machine")
-            recipe = self.recipes.get(variant)
-            # The scales of dynamic int8 depend on the other rows of the batch.
-            sizes = self.plan.shapes.batches if recipe is not None and recipe.method is Method.DYNAMIC else ()
-            verdict = verify(predictor, variant.name, self.expected, self.plan.gate, self.progress, batch_sizes=sizes)
-        verdict = with_non_finite_hint(verdict, artifact, self.expected.encoded.batch, RunOptions(self.plan.threads))
-        if not verdict.passed:
-            self.discard(artifact)
-        return SearchTrial(artifact, verdict)
+    def _open_checked(self, artifact: Artifact) -> Predictor:
+        predictor = self._open(artifact)
+        precision = predictor.session.spec.precision
+        if precision != artifact.variant.precision:
+            predictor.close()
+            raise StageError(f"{artifact.variant} computes in {precision} on this machine")
+        return predictor
+
+    def _relative_time(self, session: Session, artifact: Artifact) -> float:
+        """Return the time of a variant relative to that of the first one, in alternating runs at the optimal shape."""
+        if self._first is None:
+            self._first = BACKENDS.get(artifact.variant.backend).open(artifact, RunOptions(self.plan.threads))
+            return 1.0
+        shape, signature = self.plan.shapes.optimal, self.loaded.signature
+        lengths = np.full(shape.batch, min(shape.sequence, signature.max_length))
+        batch = tile_rows(self.expected.encoded.batch, lengths, signature.mask_id)
+        sessions = (session, self._first)
+        for each in sessions:
+            each.run(batch)
+        ratios: list[float] = []
+        begin = time.perf_counter()
+        while len(ratios) < _MIN_PAIRS or (len(ratios) < _MAX_PAIRS and time.perf_counter() - begin < _PAIRS_S):
+            seconds, first_s = (_run_s(each, batch) for each in sessions)
+            ratios.append(seconds / first_s)
+        return float(np.median(ratios))
+
+    def _with_hint(self, verdict: Verdict, artifact: Artifact) -> Verdict:
+        batch = self.expected.encoded.batch
+        return with_non_finite_hint(verdict, artifact, batch, RunOptions(self.plan.threads))
+
+    @cached_property
+    def _screening(self) -> Screening:
+        return Screening(self.evaluation_rows, self.expected, self.plan.gate)
+
+    def close(self) -> None:
+        """Free the memory that is needed only while variants are screened."""
+        if self._first is not None:
+            self._first.close()
+            self._first = None
+        self.__dict__.pop("_recipes", None)
 
     def discard(self, artifact: Artifact) -> None:
         """Remove the files of a variant that was made here."""
@@ -137,10 +221,27 @@ class VariantBuilder:
         is_int8_gemm = recipe is not None and recipe.method is not Method.BLOCKS
         return required_features(self.target) if is_int8_gemm else ()
 
-    def most_sensitive(self, variant: Variant, deadline: float) -> Sequence[str]:
-        """Return the matmuls that were ranked by the deadline, the one that costs most accuracy first."""
-        if not backend_quantizes_module(variant):
-            return self._recipes.most_sensitive(variant, deadline)
+    def float_counts(self, variant: Variant, deadline: float, measured: Mapping[int, float]) -> FloatCounts:
+        """Return how many matmuls of a variant can stay in float, and how many probably have to for it to pass.
+
+        `measured` is the agreement on all rows, by the number of matmuls in float, where it is known.
+        """
+        if backend_quantizes_module(variant):
+            return FloatCounts(len(self._most_sensitive_in_module(variant)) - 1)
+        sensitivity, gate = self._recipes.sensitivity(variant, deadline), self.plan.gate
+        count = FloatCounts(len(sensitivity.errors) - 1)
+        # The drop of a metric cannot be predicted from a few rows without labels.
+        if gate.max_drop is not None or count.max < 1:
+            return count
+        min_agreement = gate.min_agreement
+        if min_agreement is None:
+            min_agreement = TASKS.get(self.loaded.task.name).min_agreement
+        # All rows agree less than the few that the prediction is made from.
+        gaps = [sensitivity.agreement_with_float(kept) - agreement for kept, agreement in measured.items()]
+        return replace(count, predicted=sensitivity.smallest_float_count(min_agreement + max(gaps, default=0.0)))
+
+    def _most_sensitive_in_module(self, variant: Variant) -> Sequence[str]:
+        """Return the matmuls of a module, the one that costs most accuracy first."""
         if variant not in self._sensitive:
             backend = BACKENDS.get(variant.backend)
             assert isinstance(backend, SupportsQuantization)
@@ -160,7 +261,7 @@ class VariantBuilder:
         source = replace(source, calibration=self._calibration.rows)
         if not (count := kept_matmuls(variant)):
             return source
-        matmuls = self.most_sensitive(without_kept(variant), math.inf)
+        matmuls = self._most_sensitive_in_module(without_kept(variant))
         if count >= len(matmuls):
             raise PlanError(f"{variant} would leave nothing to quantize: there are {len(matmuls)} matmuls")
         return replace(source, keep=tuple(matmuls[:count]))
@@ -265,7 +366,12 @@ class VariantBuilder:
     @cached_property
     def _recipes(self) -> RecipeBuilder:
         return RecipeBuilder(
-            self.graphs, lambda: self._calibration, self.target, self._error_of, self.progress, self.recipe
+            self.graphs,
+            lambda: self._calibration,
+            self.target,
+            lambda: self._sensitivity_reference,
+            self.progress,
+            self.recipe,
         )
 
     @cached_property
@@ -277,17 +383,19 @@ class VariantBuilder:
         return Calibration(task.encode(items, self.tokenizer, task.options(spec, {})).batch, self.loaded.signature)
 
     @cached_property
-    def _sensitivity_reference(self) -> Expectation:
+    def _sensitivity_reference(self) -> SensitivityReference:
         """Return the outputs of the fp32 graph for some of the calibration rows."""
-        with self._open(self._as_artifact(self.graphs[Dialect.ORT], Precision.FP32)) as predictor:
-            return expect(predictor, self.calibration_rows[:_SENSITIVITY_ROWS], SilentProgress())
-
-    def _error_of(self, graph: Path) -> float:
-        """Return the relative error of a quantized graph on those rows."""
-        expected = self._sensitivity_reference
-        with self._open(self._as_artifact(graph, Precision.INT8)) as predictor:
-            outputs = predictor.outputs(expected.encoded)
-            return predictor.task.agree(outputs, expected.outputs, expected.encoded, predictor.spec).relative_error
+        graph = self.graphs[Dialect.ORT]
+        count = _MAX_SENSITIVITY_ROWS * _SENSITIVITY_BYTES // graph_bytes(graph)
+        rows = self.calibration_rows[: min(max(count, _MIN_SENSITIVITY_ROWS), _MAX_SENSITIVITY_ROWS)]
+        with self._open(self._as_artifact(graph, Precision.FP32)) as predictor:
+            expected = expect(predictor, rows, SilentProgress())
+        encoded, task = expected.encoded, predictor.task
+        return SensitivityReference(
+            encoded.batch,
+            self.loaded.signature,
+            lambda outputs: task.agree(outputs, expected.outputs, encoded, predictor.spec),
+        )
 
     def _as_artifact(self, graph: Path, precision: Precision) -> Artifact:
         return Artifact(Variant("onnxruntime", precision), self.loaded.signature, graph.parent, {MODEL: graph.name})
@@ -295,3 +403,10 @@ class VariantBuilder:
     def _open(self, artifact: Artifact) -> Predictor:
         session = BACKENDS.get(artifact.variant.backend).open(artifact, RunOptions(self.plan.threads))
         return Predictor(self.loaded.task, self.tokenizer, session)
+
+
+def _run_s(session: Session, batch: Batch) -> float:
+    time.sleep(_SETTLE_S)
+    begin = time.perf_counter()
+    session.run(batch)
+    return time.perf_counter() - begin

@@ -13,15 +13,16 @@ from hasten.onnx_graph import all_nodes
 _MIN_WEIGHT_BYTES = 2**10
 
 
-def open_in_memory(model: Any, folder: Path) -> Any:
+def open_in_memory(model: Any, folder: Path, *, is_optimized: bool = False) -> Any:
     """Open a session on a model in memory; `folder` holds the weights that were not read with the graph."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = usable_cores()
     options.log_severity_level = 3
-    # No optimization: a tensor that is an output must not be fused away.
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if not is_optimized:
+        # A tensor that is an output must not be fused away.
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     try:
         graph, weights = _separate_weights(model)
