@@ -177,6 +177,8 @@ def print_timings(
     for timing in bench.timings:
         if timing.shape != skip:
             shape = str(timing.shape) if timing.shape != previous else ""
+            if shape and timing.timed_shape is not None:
+                shape += f", from {timing.timed_shape}"
             p99 = _ms(timing.p99_ms) if timing.p99_ms is not None else f"({timing.samples} samples)"
             rate = timing.rows_per_s * (1 if tokens is None else tokens(timing.shape))
             times = _times(timing, bench.baseline)

@@ -138,6 +138,8 @@ class Timing:
     speedup: Interval
     # The median of each round; speed-ups are ratios of these, since noise lasts for several runs.
     round_medians_ms: tuple[float, ...]
+    # The smaller batch that was timed, if the times are extrapolated from it by rows.
+    timed_shape: Shape | None = None
 
     def relative_to(self, baseline_ms: float) -> Timing:
         """Return the timing scaled so that its p50 follows from the speed-up over the baseline."""
@@ -149,6 +151,19 @@ class Timing:
             p90_ms=scale * self.p90_ms,
             p99_ms=None if self.p99_ms is None else scale * self.p99_ms,
             rows_per_s=self.shape.batch * 1e3 / p50_ms,
+        )
+
+    def extrapolated(self, shape: Shape) -> Timing:
+        """Return the timing scaled to a shape with more rows."""
+        scale = shape.batch / self.shape.batch
+        return replace(
+            self,
+            shape=shape,
+            p50_ms=scale * self.p50_ms,
+            p90_ms=scale * self.p90_ms,
+            p99_ms=None,
+            round_medians_ms=tuple(scale * value for value in self.round_medians_ms),
+            timed_shape=self.shape,
         )
 
     @property

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
@@ -35,9 +35,12 @@ _SETTLE_S = 0.01
 _WARMUP_RUNS = 2
 _MAX_ROUNDS = 200
 _MIN_ROUNDS = 2
-# In a heat, a contender this many times slower than the fastest after a few short rounds is dropped.
+# Runs of a batch before its first round.
+_SEND_RUNS = 2
+# In a heat, a contender this many times slower than the fastest after a few short rounds is dropped; the rounds are
+# enough for an interval.
 _DROP_RATIO = 1.5
-_SHORT_ROUNDS = 3
+_SHORT_ROUNDS = 6
 _SHORT_SHARE = 0.25
 # The memory of a process beside its weights, for libraries and activations, and the copies of the weights it holds: as
 # they are read, and as its kernels need them.
@@ -61,16 +64,25 @@ def bench(
     finalists: int | None = None,
     commands: Mapping[str, Sequence[str]] | None = None,
     progress: Progress,
+    scales_with_rows: bool = False,
 ) -> Bench:
     """Time contenders at every shape; the first contender is the baseline, the first shape gets half the time.
 
     With `finalists`, only the baseline and that many of the fastest contenders go on to the other shapes, and very slow
     ones stop early at the first shape. `rows` are real token rows, tiled to each shape. The budget covers the timing,
-    not the start of the processes; a shape that does not fit into it still gets the minimum number of rounds.
-    `commands` start other worker programs for some contenders. If memory does not hold all processes at once, they run
-    in heats, the baseline in each, and the finalists are compared once more at the first shape.
+    not the start of the processes. A shape that does not fit into it is timed with fewer rows and extrapolated if times
+    scale with the rows (`scales_with_rows`), and otherwise gets the minimum number of rounds. `commands` start other
+    worker programs for some contenders. If memory does not hold all processes at once, they run in heats, the baseline
+    in each, and the finalists are compared once more at the first shape.
     """
-    race = partial(_race, rows=rows, threads=threads, commands=commands or {}, progress=progress)
+    race = partial(
+        _race,
+        rows=rows,
+        threads=threads,
+        commands=commands or {},
+        progress=progress,
+        scales_with_rows=scales_with_rows,
+    )
     heats = _heats(contenders)
     if len(heats) == 1:
         return race(contenders, shapes, budget_s=budget_s, finalists=finalists)
@@ -130,7 +142,11 @@ def _race(
     finalists: int | None = None,
     commands: Mapping[str, Sequence[str]],
     progress: Progress,
+    scales_with_rows: bool,
 ) -> Bench:
+    def tiled(shape: Shape) -> Batch:
+        return tile_rows(rows, np.full(shape.batch, shape.sequence), contenders[0].signature.mask_id)
+
     with ExitStack() as stack:
         with step(progress, "start benchmark processes", total=len(contenders)):
             workers = []
@@ -144,10 +160,13 @@ def _race(
         start = _cpu_seconds(workers)
         with step(progress, "benchmark", total=budget_s):
             for index, shape in enumerate(shapes):
-                share = 1.0 if len(shapes) == 1 else 0.5 if index == 0 else 0.5 / (len(shapes) - 1)
-                batch = tile_rows(rows, np.full(shape.batch, shape.sequence), contenders[0].signature.mask_id)
+                share_s = budget_s * (1.0 if len(shapes) == 1 else 0.5 if index == 0 else 0.5 / (len(shapes) - 1))
                 is_heat = index == 0 and finalists is not None
-                timings += _time_shape(active, shape, batch, budget_s * share, progress, is_heat=is_heat)
+                begin = time.perf_counter()
+                timed = _affordable(active, shape, tiled, share_s) if scales_with_rows else shape
+                share_s -= time.perf_counter() - begin
+                timed_here = _time_shape(active, timed, tiled(timed), share_s, progress, is_heat=is_heat)
+                timings += timed_here if timed == shape else [timing.extrapolated(shape) for timing in timed_here]
                 if index == 0:
                     # Measured here, where all have run the same shapes: memory grows with the largest batch.
                     footprints = tuple(worker.footprint() for worker in workers)
@@ -156,6 +175,19 @@ def _race(
                     others = sorted(workers[1:], key=lambda worker: p50_ms[worker.artifact.variant.name])
                     active = [workers[0], *others[:finalists]]
         return Bench(contenders[0].variant.name, tuple(timings), footprints, _others_share(workers, start))
+
+
+def _affordable(
+    workers: Sequence[BenchWorker], shape: Shape, tiled: Callable[[Shape], Batch], budget_s: float
+) -> Shape:
+    """Return the shape, with fewer rows if the minimum number of runs would not fit into the budget."""
+    if shape.batch == 1:
+        return shape
+    row = Shape(1, shape.sequence)
+    # The first run of a shape includes compilation.
+    row_s = sum(worker.second_run_s(row, tiled(row)) for worker in workers)
+    rows = int(budget_s / (row_s * (_SEND_RUNS + _MIN_ROUNDS)))
+    return Shape(min(shape.batch, max(1, rows)), shape.sequence)
 
 
 def _cpu_seconds(workers: Sequence[BenchWorker]) -> tuple[float | None, float, float]:
@@ -248,16 +280,25 @@ class BenchWorker(Closing):
         self._process.communicate()
         self._errors.close()
 
+    def second_run_s(self, shape: Shape, batch: Batch) -> float:
+        """Send a batch and return the seconds of its second run."""
+        self._send(shape, batch)
+        return self._run(RoundRequest(str(shape), 0, 1))[0] / 1e3
+
     def send(self, shape: Shape, batch: Batch) -> None:
         """Send a batch, warm up on it, and determine how many runs make a round."""
-        rows = RowsRequest({name: column.tolist() for name, column in batch.values.items()}, batch.lengths.tolist())
-        run_s = self._run(RoundRequest(str(shape), 0, 1, rows))[0] / 1e3
+        run_s = self._send(shape, batch)
         # The first runs of a shape include compilation and graph capture: taken as typical, they would make rounds of
         # one cold run.
         while (next_s := self._run(RoundRequest(str(shape), 0, 1))[0] / 1e3) < run_s / 2:
             run_s = next_s
         run_s = min(run_s, next_s)
         self._runs_per_round[str(shape)] = max(1, min(_MAX_RUNS_PER_ROUND, round(_CONTENDER_S / run_s)))
+
+    def _send(self, shape: Shape, batch: Batch) -> float:
+        """Send a batch and return the seconds of its first run."""
+        rows = RowsRequest({name: column.tolist() for name, column in batch.values.items()}, batch.lengths.tolist())
+        return self._run(RoundRequest(str(shape), 0, 1, rows))[0] / 1e3
 
     def run_round(self, shape: Shape, share: float = 1.0) -> list[float]:
         """Return the times in ms of a round at this shape, or of a share of it."""
