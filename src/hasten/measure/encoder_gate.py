@@ -90,21 +90,22 @@ def verify(
     gate: Gate,
     progress: Progress,
     batch_sizes: Sequence[int] = (),
+    *,
+    stops_early: bool = False,
 ) -> Verdict:
     """Judge a variant once or, if its answers depend on the other rows of a batch, at each of these batch sizes.
 
     With batch sizes the rows run in their own order, as in a server, and the worst result counts: the lowest agreement
-    and the largest drop, each at any size. The largest size comes first, and a variant that fails at one size is not
-    judged at the next.
+    and the largest drop, each at any size. The largest size comes first; with `stops_early`, a variant that fails at one
+    size is not judged at the next.
     """
     results: list[_Measured] = []
     sizes: list[int | None] = [*sorted(batch_sizes, reverse=True)]
     for size in sizes or [None]:
         results.append(_measure(predictor, variant, expected, progress, size))
-        verdict = _verdict(predictor, variant, expected, gate, results)
-        if not verdict.passed:
+        if stops_early and not _verdict(predictor, variant, expected, gate, results).passed:
             break
-    return verdict
+    return _verdict(predictor, variant, expected, gate, results)
 
 
 def _verdict(

@@ -242,8 +242,8 @@ def test_worst_batch_size_counts_and_all_are_reported(make_predictor: MakePredic
     # By twos the wrong answers become right ones, and both flip; by fours a right one is lost, and one flips.
     variant.session = Crowded(recorded, {2: swapped(0), 4: swapped(1)})  # type: ignore[assignment]
     verdict = verify(variant, "x-int8", result, Gate(max_drop=20), SilentProgress(), (1, 2, 4))
-    assert [len(batch) for batch in recorded.batches] == [1] * 8 + [2] * 4 + [4] * 2  # type: ignore[attr-defined]
-    assert np.array_equal(recorded.batches[8].lengths, result.encoded.batch.lengths[:2])  # type: ignore[attr-defined]
+    assert [len(batch) for batch in recorded.batches] == [4] * 2 + [2] * 4 + [1] * 8  # type: ignore[attr-defined]
+    assert np.array_equal(recorded.batches[2].lengths, result.encoded.batch.lengths[:2])  # type: ignore[attr-defined]
     assert verdict.by_batch == (AtBatch(1, 1.0, 0, 0.0), AtBatch(2, 0.5, 4, 0.0), AtBatch(4, 0.75, 2, 25.0))
     assert (verdict.agreement.value, verdict.agreement.flips, verdict.drop) == (0.5, 4, 25.0)
     assert not verdict.passed
@@ -253,6 +253,9 @@ def test_worst_batch_size_counts_and_all_are_reported(make_predictor: MakePredic
     assert verdict.drop_interval.low <= 25.0 <= verdict.drop_interval.high
     rejected = verify(variant, "x-int8", result, Gate(), SilentProgress(), (1, 2, 4))
     assert rejected.reason == "same label 0.5000 < 0.995 at batch 2"
+    # Where only the outcome counts, a variant that fails in the largest batch is not judged in smaller ones.
+    early = verify(variant, "x-int8", result, Gate(), SilentProgress(), (1, 2, 4), stops_early=True)
+    assert (early.passed, [at.size for at in early.by_batch]) == (False, [4])
     # Without batch sizes, rows of similar length run together, once.
     alone = verify(variant, "x-int8", result, Gate(), SilentProgress())
     assert (alone.passed, alone.by_batch) == (True, ())

@@ -153,7 +153,7 @@ class Search:
                 self.progress.advance(note=f"{variant}: {self.trials[variant].verdict.reason}")
 
     def try_automatic(self, variants: Sequence[Variant], further: Sequence[Variant]) -> None:
-        """Screen the first variants in any case and the further ones while the budget lasts; judge the fastest."""
+        """Try the first variants in any case and the further ones while the budget lasts; judge the fastest."""
         with step(self.progress, "search", total=len(variants) + len(further)):
             for variant in variants:
                 self._screen(variant)
@@ -165,7 +165,7 @@ class Search:
             self.others.append(Candidate(variant.name, Status.SKIPPED, reason))
 
     def _consider(self, variant: Variant) -> bool:
-        """Screen a variant unless it cannot be the fastest, or the budget is spent; return whether it may pass."""
+        """Try a variant unless it cannot be the fastest or the budget is spent, and return whether it may pass."""
         if (reason := self._reason_to_postpone(variant)) is not None:
             self._postponed[variant] = reason
             return False
@@ -177,7 +177,7 @@ class Search:
         return self._screen(variant)
 
     def _screen(self, variant: Variant) -> bool:
-        """Screen a variant and return whether it may pass."""
+        """Make a variant, test it on a few rows, and return whether it may pass."""
         try:
             self.progress.advance(0, note=f"trying {variant}")
             screened = self.builder.screen(variant)

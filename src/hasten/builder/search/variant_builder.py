@@ -117,9 +117,14 @@ class VariantBuilder:
         variant = artifact.variant
         with self._cleaning_up(variant):
             with self._open_checked(artifact) as predictor:
-                sizes = self.judged_batches(variant)
                 verdict = verify(
-                    predictor, variant.name, self.expected, self.plan.gate, self.progress, batch_sizes=sizes
+                    predictor,
+                    variant.name,
+                    self.expected,
+                    self.plan.gate,
+                    self.progress,
+                    batch_sizes=self.judged_batches(variant),
+                    stops_early=True,
                 )
             verdict = self._with_hint(verdict, artifact)
             if not verdict.passed:
