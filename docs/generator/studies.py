@@ -144,9 +144,8 @@ def gpu() -> Study:
             "word in every request; *unseen text* has no word that was sent before, each of two pieces or more.",
             "hasten's last-layer pruning is off. ONNX Runtime replays one CUDA graph per shape; its library was "
             "installed without the kernels for other GPUs.",
-            "– means that the contender does not run the workload, that its answers differed too much, or that "
-            "torch.compile gave up and ran uncompiled: in this run with its default limit of 8 recompilations, which "
-            "the benchmark has since raised to 64. Those cells were removed after the run.",
+            "torch.compile may recompile 64 times: with its default limit of 8 it would give up and run uncompiled. "
+            "– means that the contender does not run the workload, or that its answers differed too much.",
         ),
         machines=(machine_line(results), f"{machine_line(served)} (served over HTTP)"),
         command="python benchmarks/gpu.py; python benchmarks/serving/gpu.py",

@@ -101,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help="minimum agreement of int8 with the reference (the task's default)",
     )
-    add_ours("--bench-budget", default="30s", metavar="TIME", help="time for the benchmark of hasten (%(default)s)")
+    add_ours("--bench-budget", default="20s", metavar="TIME", help="time for the benchmark of hasten (%(default)s)")
     add_ours("--pooling", help="pooling of embeddings: mean, cls, … (that of the model's configuration)")
     add_ours("--file-name", metavar="ONNX", help="ONNX graph of the model to start from, such as onnx/model.onnx")
     add_ours("--allow-pickle", action="store_true", help="allow pickled weights, which can execute arbitrary code")

@@ -244,7 +244,7 @@ class Plan:
         str | None,
         Option(str, "CPU", "CPU to quantize for: amx, avx512_vnni, avx512, avx2 or arm64 (default: this machine's)"),
     ] = None
-    bench_budget_s: Annotated[float, Option(parse_duration, "TIME", "time for the benchmark")] = 30.0
+    bench_budget_s: Annotated[float, Option(parse_duration, "TIME", "time for the benchmark")] = 20.0
     threads: Annotated[
         int | None, Option(parse_whole, "N", "threads (default: all cores that this process may use)")
     ] = None

@@ -96,8 +96,8 @@ def verify(
     """Judge a variant once or, if its answers depend on the other rows of a batch, at each of these batch sizes.
 
     With batch sizes the rows run in their own order, as in a server, and the worst result counts: the lowest agreement
-    and the largest drop, each at any size. The largest size comes first; with `stops_early`, a variant that fails at one
-    size is not judged at the next.
+    and the largest drop, each at any size. The largest size comes first; with `stops_early`, the first at which the
+    variant fails is the last.
     """
     results: list[_Measured] = []
     sizes: list[int | None] = [*sorted(batch_sizes, reverse=True)]

@@ -10,7 +10,7 @@ from hasten.onnx_graph import read_graph
 from hasten.quantize.analysis.calibration import Calibration
 from hasten.quantize.methods.blocks import quantize_blocks
 from hasten.quantize.methods.dynamic import quantize_dynamic
-from hasten.quantize.methods.nncf import quantize_nncf
+from hasten.quantize.methods.nncf import compress_weights, quantize_nncf
 from hasten.quantize.methods.static import quantize_static
 from hasten.quantize.recipe import Method, Recipe
 from hasten.quantize.rewrites.apply_rewrites import rewrite
@@ -30,6 +30,8 @@ def make_graph(
                 quantize_static(source, file, recipe, external_data=external_data)
             case Method.BLOCKS:
                 quantize_blocks(source, file, recipe, external_data=external_data)
+            case Method.WEIGHTS:
+                compress_weights(source, file, recipe)
             case Method.NNCF:
                 if calibration is None:
                     raise PlanError(

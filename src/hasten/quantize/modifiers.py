@@ -27,6 +27,7 @@ class Modifier(StrEnum):
     ENTROPY = "entropy"
     PERCENTILE = "percentile"
     BLOCKS = "blocks"  # block-wise weight-only quantization
+    DYNAMIC = "dynamic"  # OpenVINO quantizes activations at run time
     QDQ = "qdq"  # by the quantizers inside the PyTorch module
 
 
@@ -39,13 +40,25 @@ FUSED_QDQ = {
 TENSORRT_QDQ = {
     backend: Variant(backend, Precision.INT8, CUDA, (Modifier.QDQ,)) for backend in ("tensorrt", "tensorrt-rtx")
 }
-# Modifiers that rewrite ONNX Runtime's graphs, or quantize their activations.
-_UNSUPPORTED = {Method.NNCF: tuple(Modifier), Method.BLOCKS: (Modifier.ATTENTION,)}
+# Modifiers that rewrite ONNX Runtime's graphs, or quantize their activations, and the one for OpenVINO alone.
+_UNSUPPORTED = {
+    Method.NNCF: tuple(Modifier),
+    Method.WEIGHTS: tuple(modifier for modifier in Modifier if modifier is not Modifier.DYNAMIC),
+    Method.BLOCKS: (Modifier.ATTENTION, Modifier.DYNAMIC),
+    Method.DYNAMIC: (Modifier.DYNAMIC,),
+    Method.STATIC: (Modifier.DYNAMIC,),
+}
 # Modifiers that these backends also apply to variants that are not quantized.
 _FLOAT_MODIFIERS = {"fused": (Modifier.TANH_GELU,), "onnxruntime": (Modifier.TANH_GELU,)}
 # Backends that quantize the module themselves: the precisions, and the modifiers they support besides keepN.
 _SELF_QUANTIZING = {"fused": ((Precision.FP8, Precision.INT8), (Modifier.TANH_GELU, Modifier.FAST_ACCUM))}
-_METHOD_NAMES = {Method.NNCF: "NNCF, which quantizes for OpenVINO", Method.BLOCKS: "block-wise quantization"}
+_METHOD_NAMES = {
+    Method.NNCF: "NNCF, which quantizes for OpenVINO",
+    Method.WEIGHTS: "OpenVINO's dynamic quantization",
+    Method.BLOCKS: "block-wise quantization",
+    Method.DYNAMIC: "ONNX Runtime, whose int8 is dynamic by default",
+    Method.STATIC: "static quantization",
+}
 
 
 def check_modifiers(variant: Variant) -> None:
@@ -143,7 +156,7 @@ def is_quantized_engine(variant: Variant) -> bool:
 def method_of(variant: Variant) -> Method:
     """Return the quantization method of a variant whose graph is quantized."""
     if variant.backend == "openvino":
-        return Method.NNCF
+        return Method.WEIGHTS if Modifier.DYNAMIC in variant.modifiers else Method.NNCF
     if Modifier.BLOCKS in variant.modifiers:
         return Method.BLOCKS
     return Method.STATIC if calibrator_of(variant) else Method.DYNAMIC

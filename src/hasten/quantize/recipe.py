@@ -19,12 +19,13 @@ FILE = "recipe.toml"
 
 
 class Method(StrEnum):
-    """The quantization methods for graphs; the first three are ONNX Runtime's."""
+    """The quantization methods for graphs; the first three are ONNX Runtime's, the others OpenVINO's."""
 
     DYNAMIC = "dynamic"  # int8, activations quantized at run time
     STATIC = "static"  # int8, activations quantized by calibrated ranges
     BLOCKS = "blocks"  # block-wise weight-only quantization
     NNCF = "nncf"  # int8, by OpenVINO's own quantizer
+    WEIGHTS = "weights"  # int8 weights for OpenVINO, which quantizes activations at run time
 
 
 class Calibrator(StrEnum):

@@ -36,7 +36,9 @@ RECIPES = {
     "blocks 8": Recipe(variant="onnxruntime-int8", method=Method.BLOCKS, target="amx"),
     "blocks 4": Recipe(variant="onnxruntime-int4", method=Method.BLOCKS, target="amx", bits=4, block_size=16),
     "nncf": Recipe(variant="openvino-int8", method=Method.NNCF, target="amx"),
+    "nncf weights": Recipe(variant="openvino-int8+dynamic", method=Method.WEIGHTS, target="amx"),
 }
+OPENVINO_METHODS = (Method.NNCF, Method.WEIGHTS)
 
 
 def rows(count: int, seed: int) -> Batch:
@@ -71,10 +73,11 @@ def make(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Reci
         if recipe.method is Method.STATIC:
             ranges = find_ranges(graphs[dialect], calibration, Calibrator.MINMAX, recipe)
             recipe = replace(recipe, ranges=ranges, calibrator=Calibrator.MINMAX)
-        elif recipe.method is Method.NNCF:
+        if recipe.method in OPENVINO_METHODS:
             pytest.importorskip("nncf")
+        if recipe.method is Method.NNCF:
             recipe = replace(recipe, calibration=calibration.digest)
-        file = folder / ("model.xml" if recipe.method is Method.NNCF else "model.onnx")
+        file = folder / ("model.xml" if recipe.method in OPENVINO_METHODS else "model.onnx")
         make_graph(graphs[dialect], file, recipe, calibration, external_data=False)
         (folder / "variant").mkdir()
         return backend.make(Source(loaded.signature, {"model": file}), variant, folder / "variant")
@@ -87,7 +90,7 @@ def make(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Reci
 def test_method_agrees_with_fp32_and_runs_in_its_precision(model: Any, make: Any, name: str, dialect: Dialect) -> None:
     loaded, graphs, _ = model
     recipe = RECIPES[name]
-    if recipe.method is Method.NNCF and dialect is Dialect.ORT:
+    if recipe.method in OPENVINO_METHODS and dialect is Dialect.ORT:
         pytest.skip("OpenVINO does not read ONNX Runtime's operators")
     artifact = make(recipe, dialect)
     backend = BACKENDS.get(artifact.variant.backend)
@@ -102,7 +105,7 @@ def test_method_agrees_with_fp32_and_runs_in_its_precision(model: Any, make: Any
     assert np.linalg.norm(actual - expected) <= ALLOWED[artifact.variant.precision] * np.linalg.norm(expected)
     assert not np.array_equal(actual, expected)
     executed = {(execution.operator, execution.on) for execution in backend.placements(artifact)}
-    if recipe.method is Method.NNCF:
+    if recipe.method in OPENVINO_METHODS:
         assert ("FullyConnected", "CPU int8") in executed
         assert ("FullyConnected", "CPU fp32") not in executed
     else:
@@ -112,9 +115,12 @@ def test_method_agrees_with_fp32_and_runs_in_its_precision(model: Any, make: Any
             assert ("QAttention", "CPUExecutionProvider") in executed
 
 
-@pytest.mark.parametrize(("name", "dialect"), [("static attention", Dialect.ORT), ("nncf", Dialect.ONNX)])
-def test_static_outputs_do_not_depend_on_the_batch(make: Any, name: str, dialect: Dialect) -> None:
-    """Unlike with dynamic quantization, a row is rounded alike whatever the other rows of the batch."""
+@pytest.mark.parametrize(
+    ("name", "dialect"),
+    [("static attention", Dialect.ORT), ("nncf", Dialect.ONNX), ("nncf weights", Dialect.ONNX)],
+)
+def test_outputs_do_not_depend_on_the_batch(make: Any, name: str, dialect: Dialect) -> None:
+    """Unlike with ONNX Runtime's dynamic int8, a row is rounded alike whatever the other rows of the batch."""
     artifact = make(RECIPES[name], dialect)
     batch = rows_of(np.arange(1, 41), seed=4)
     with BACKENDS.get(artifact.variant.backend).open(artifact, RunOptions(1)) as session:
@@ -139,3 +145,28 @@ def test_variants_that_need_a_recipe_are_not_offered() -> None:
     offered = {variant.name for backend in BACKENDS.all() for variant in backend.variants(this_machine())}
     assert not offered & {"onnxruntime-int4", "openvino-int8"}
     assert BACKENDS.get("openvino").requires == ("openvino",)
+
+
+def test_openvino_quantizes_activations_at_run_time(tmp_path: Path) -> None:
+    """The rounding of activations shows: weights alone give other outputs."""
+    onnx, openvino = pytest.importorskip("onnx"), pytest.importorskip("openvino")
+    pytest.importorskip("nncf")
+    from hasten.backends.openvino import _compile
+
+    recipe = RECIPES["nncf weights"]
+    variant = Variant.parse(recipe.variant)
+    if not (support := BACKENDS.get("openvino").probe(this_machine(), variant)).ok:
+        pytest.skip(support.reason)
+    random = np.random.default_rng(0)
+    weight = onnx.numpy_helper.from_array(random.normal(size=(256, 256)).astype(np.float32), "weight")
+    tensors = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["rows", 256]) for name in "xy"]
+    node = onnx.helper.make_node("MatMul", ["x", "weight"], ["y"], name="matmul")
+    graph = onnx.helper.make_graph([node], "test", tensors[:1], tensors[1:], [weight])
+    onnx.save_model(onnx.helper.make_model(graph, ir_version=10), tmp_path / "model.onnx")
+    make_graph(tmp_path / "model.onnx", tmp_path / "model.xml", recipe, None, external_data=False)
+    options = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+    in_float = openvino.Core().compile_model(tmp_path / "model.xml", "CPU", options)
+    values = random.normal(size=(32, 256)).astype(np.float32)
+    expected, actual = in_float([values])[0], _compile(tmp_path / "model.xml", variant, threads=1)([values])[0]
+    error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+    assert 1e-3 < error < 0.02

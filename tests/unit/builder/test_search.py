@@ -21,6 +21,7 @@ from hasten.core.variant import Variant
 from hasten.quantize.modifiers import kept_matmuls, with_kept
 
 REFINED = Variant.parse("onnxruntime-int8+attention+smooth+split")
+TANH_GELU = Variant.parse("onnxruntime-int8+attention+smooth+split+tanhgelu")
 ATTENTION = Variant.parse("onnxruntime-int8+attention")
 FP32, OPENVINO, OPENVINO_INT8 = map(Variant.parse, ("onnxruntime-fp32", "openvino-fp32", "openvino-int8"))
 
@@ -52,7 +53,9 @@ class FakeBuilder:
     def screen(self, variant: Variant) -> ScreenedVariant:
         self.screened.append(variant)
         rejection = None if self.passes_screening(variant) else verdict_on(variant, passed=False)
-        return ScreenedVariant(self.make(variant), self.times.get(variant, 1.0), rejection)
+        # Quantized variants are faster by default.
+        default = 0.3 if "8" in variant.precision else 1.0
+        return ScreenedVariant(self.make(variant), self.times.get(variant, default), rejection)
 
     def judge(self, artifact: Artifact) -> Verdict:
         self.judged.append(artifact.variant)
@@ -83,6 +86,7 @@ def test_search_order_is_cheapest_first_per_backend() -> None:
     alone, _ = search_order([FP32], this_machine())
     names = [variant.name for variant in both]
     assert names.index(ATTENTION.name) < names.index(REFINED.name) < names.index(OPENVINO_INT8.name)
+    assert names.index(OPENVINO_INT8.name) < names.index(TANH_GELU.name)
     # Never the fastest in a published study: tried only if they are named.
     assert not any(word in name for name in names for word in ("entropy", "minmax", "percentile", "blocks"))
     assert {variant.backend for variant in alone} == {"onnxruntime"}
@@ -127,6 +131,36 @@ def test_postponed_variant_is_tried_once_the_faster_one_has_failed() -> None:
     assert REFINED in passed(run)
 
 
+def test_float_matmuls_are_not_searched_if_they_cannot_pay() -> None:
+    builder = FakeBuilder(passes_screening=lambda variant: variant != REFINED, times={REFINED: 0.4, OPENVINO_INT8: 0.4})
+    run = search(builder)
+    run.try_automatic([FP32, OPENVINO], [OPENVINO_INT8, REFINED])
+    assert not any(map(kept_matmuls, builder.screened))
+    reasons = {candidate.variant: candidate.reason for candidate in run.others}
+    slower = f"{REFINED} takes 1.00× as long as {OPENVINO_INT8}"
+    assert reasons[f"{REFINED}+keep1"] == f"not tried: {slower}, and this variant computes more"
+
+
+def test_float_matmuls_are_not_searched_if_too_many_are_needed() -> None:
+    builder = FakeBuilder(passes_screening=lambda variant: variant != REFINED, predicted=12)
+    builder.times = {REFINED: 0.3, OPENVINO_INT8: 0.6}
+    run = search(builder)
+    run.try_automatic([FP32, OPENVINO], [OPENVINO_INT8, REFINED])
+    assert not any(map(kept_matmuls, builder.screened))
+    reasons = {candidate.variant: candidate.reason for candidate in run.others}
+    # Half of the matmuls in float: between 0.3 and 1.
+    assert reasons[f"{REFINED}+keep12"] == f"not tried: it is expected to take 1.08× as long as {OPENVINO_INT8}"
+
+
+def test_cheaper_gelu_is_not_tried_after_the_exact_one_failed() -> None:
+    builder = FakeBuilder(passes_screening=lambda variant: variant != REFINED, matmuls=1)
+    run = search(builder)
+    run.try_automatic([FP32], [REFINED, TANH_GELU])
+    assert TANH_GELU not in builder.screened
+    reasons = {candidate.variant: candidate.reason for candidate in run.others}
+    assert reasons[TANH_GELU.name] == f"not tried: {REFINED} is inaccurate already"
+
+
 @pytest.mark.parametrize(
     "refined", [REFINED, Variant.parse("fused-fp8@cuda"), Variant.parse("fused-int8@cuda")], ids=str
 )
@@ -148,7 +182,6 @@ def test_variant_that_fails_on_all_rows_is_refined_further() -> None:
     builder = FakeBuilder(predicted=2)
     builder.passes_screening = lambda variant: variant == FP32 or kept_matmuls(variant) >= 2
     builder.passes = lambda variant: variant == FP32 or kept_matmuls(variant) >= 4
-    builder.times = {FP32: 1.0, **{with_kept(REFINED, count): 0.3 for count in range(1, 24)}, REFINED: 0.3}
     run = search(builder)
     run.try_automatic([FP32], [REFINED])
     assert [kept_matmuls(variant) for variant in builder.judged if variant != FP32] == [2, 3, 4]

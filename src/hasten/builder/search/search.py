@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import zip_longest
 from typing import Protocol
 
 from hasten.backends import BACKENDS, Artifact
@@ -16,7 +17,7 @@ from hasten.core.errors import HastenError
 from hasten.core.progress import Progress, step
 from hasten.core.report import Candidate, Status, Verdict
 from hasten.core.system.hardware import Machine
-from hasten.core.variant import CUDA, Precision, Support, Variant
+from hasten.core.variant import Precision, Variant
 from hasten.quantize.modifiers import Modifier, is_quantized, kept_matmuls, method_of, with_kept, without_kept
 from hasten.quantize.recipe import Method
 
@@ -29,7 +30,7 @@ SEARCH_ORDER = {
         "onnxruntime-int8+attention+smooth+split",
         "onnxruntime-int8+attention+smooth+split+tanhgelu",
     ),
-    "openvino": ("openvino-int8",),
+    "openvino": ("openvino-int8+dynamic", "openvino-int8"),
     "fused": ("fused-fp8@cuda", "fused-fp8+tanhgelu@cuda", "fused-fp8+tanhgelu+fastaccum@cuda", "fused-int8@cuda"),
 }
 # Backends whose variants are tried only if they are named: no engine of theirs was ever run on a GPU.
@@ -37,21 +38,23 @@ EXPERIMENTAL_BACKENDS = ("tensorrt", "tensorrt-rtx")
 # Variants that are refined if they fail the gate: their most sensitive matmuls stay in float.
 _REFINED = ("onnxruntime-int8+attention+smooth+split", "fused-fp8+tanhgelu@cuda", "fused-fp8@cuda", "fused-int8@cuda")
 # Packages that a quantization method needs in addition to its backend's; each is an extra of the same name.
-_REQUIRED_PACKAGES = {Method.NNCF: "nncf"}
+_REQUIRED_PACKAGES = {Method.NNCF: "nncf", Method.WEIGHTS: "nncf"}
 
 
 def search_order(offered: Sequence[Variant], machine: Machine) -> tuple[list[Variant], list[Candidate]]:
     """Return the variants to try after those that backends offer, and those that lack a package or a GPU."""
     pairs = dict.fromkeys((variant.backend, variant.device) for variant in offered)
     backends = dict.fromkeys(backend for backend, _ in pairs)
-    names = [name for backend in backends for name in SEARCH_ORDER.get(backend, ())]
+    # The first of each backend before the second of any: a fast one makes many of the others unnecessary.
+    rounds = zip_longest(*(SEARCH_ORDER.get(backend, ()) for backend in backends))
+    names = [name for each in rounds for name in each if name is not None]
     variants: list[Variant] = []
     unavailable: list[Candidate] = []
     for variant in map(Variant.parse, names):
         if (variant.backend, variant.device) not in pairs:
             continue
         package = missing_requirement(variant)
-        support = BACKENDS.get(variant.backend).probe(machine, variant) if variant.device == CUDA else Support.yes()
+        support = BACKENDS.get(variant.backend).probe(machine, variant)
         if package is None and support.ok:
             variants.append(variant)
             continue
@@ -69,7 +72,9 @@ def missing_requirement(variant: Variant) -> str | None:
 
 # Times of a few runs in one process differ by this much without a reason.
 _TIMING_MARGIN = 1.1
-# Modifiers that only add work to a variant of ONNX Runtime, and the largest gain by a cheaper GELU.
+# What takes long to find, a set of matmuls to keep in float, must promise more: at most this time.
+_MIN_GAIN = 0.95
+# Modifiers that only add work to a variant of ONNX Runtime, and the time that a cheaper GELU leaves at best.
 _ADDING_WORK = (Modifier.SMOOTH, Modifier.SPLIT)
 _GELU_GAIN = 0.85
 
@@ -138,6 +143,7 @@ class Search:
     _times: dict[Variant, float] = field(default_factory=dict)
     # Variants that could not be faster than those before them, with the reason.
     _postponed: dict[Variant, str] = field(default_factory=dict)
+    _rejected: set[Variant] = field(default_factory=set)
     _refined: set[Variant] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -187,6 +193,7 @@ class Search:
             return False
         self._times[variant] = screened.relative_time
         if screened.rejection is not None:
+            self._rejected.add(variant)
             self.others.append(
                 Candidate(variant.name, Status.INACCURATE, screened.rejection.reason, screened.rejection)
             )
@@ -197,33 +204,34 @@ class Search:
         return True
 
     def _reason_to_postpone(self, variant: Variant) -> str | None:
-        """Return why a variant cannot become the fastest: one that computes no more is already slower."""
+        """Return why a variant cannot become the fastest, or is less accurate than one that was rejected."""
         if self.stored is None:
             return None
-        ordinary = replace(
-            without_kept(variant),
-            modifiers=tuple(
-                word for word in without_kept(variant).modifiers if word not in (*_ADDING_WORK, Modifier.TANH_GELU)
-            ),
-        )
-        candidates = [*self._screened, *(key for key, trial in self.trials.items() if trial.verdict.passed)]
-        if ordinary == variant or ordinary not in self._times or not candidates:
+        base = without_kept(variant)
+        exact = _without(base, Modifier.TANH_GELU)
+        if exact != variant and exact in self._rejected and variant.backend == "onnxruntime" and base == variant:
+            return f"not tried: {exact} is inaccurate already"
+        lighter = [each for each in (_without(exact, *_ADDING_WORK), base) if each != variant and each in self._times]
+        if not lighter or (fastest := self._fastest_besides(base)) is None:
             return None
-        fastest = min(candidates, key=self._times.__getitem__)
-        gain = _GELU_GAIN if Modifier.TANH_GELU in variant.modifiers else 1.0
-        ratio = gain * self._times[ordinary] / self._times[fastest]
-        if ratio <= _TIMING_MARGIN:
+        slowest = max(lighter, key=self._times.__getitem__)
+        ratio = self._times[slowest] / self._times[fastest]
+        limit = _TIMING_MARGIN if base == variant else _MIN_GAIN
+        if ratio <= (limit / _GELU_GAIN if exact != base and slowest != base else limit):
             return None
-        slower = f"{ordinary} takes {ratio / gain:.2f}× as long as {fastest}"
-        return f"not tried: {slower}, and this variant computes more"
+        return f"not tried: {slowest} takes {ratio:.2f}× as long as {fastest}, and this variant computes more"
+
+    def _fastest_besides(self, base: Variant) -> Variant | None:
+        """Return the fastest variant that may pass, other than this one with some of its matmuls in float."""
+        others = [variant for variant in (*self._screened, *self._passed) if without_kept(variant) != base]
+        return min(others, key=self._times.__getitem__, default=None)
 
     # Matmuls in float
 
     def _refine_rejected(self) -> None:
         """Refine the variants that were rejected, if any of their matmuls may stay in float."""
-        accepted = {*self._screened, *self._passed, *self._refined}
         for variant in map(Variant.parse, _REFINED):
-            if variant in self._times and variant not in accepted:
+            if variant in self._rejected - self._refined:
                 self._refine(variant)
 
     def _refine(self, variant: Variant, failing: int = 0) -> None:
@@ -238,6 +246,9 @@ class Search:
             if without_kept(other) == variant
         }
         counts = self.builder.float_counts(variant, self._deadline, measured)
+        if (reason := self._reason_against(variant, counts)) is not None:
+            self._postponed[with_kept(variant, counts.predicted)] = reason
+            return
         # Fewer than predicted are assumed to fail.
         failing = max(failing, counts.predicted - 1)
         count = failing + 1
@@ -256,6 +267,19 @@ class Search:
                 failing = middle
             else:
                 return
+
+    def _reason_against(self, variant: Variant, counts: FloatCounts) -> str | None:
+        """Return why a variant with the predicted number of matmuls in float would not be the fastest."""
+        fp32 = Variant(variant.backend, Precision.FP32, variant.device)
+        fastest = self._fastest_besides(variant)
+        if self.stored is None or fastest is None or fp32 not in self._times:
+            return None
+        share = counts.predicted / (counts.max + 1)
+        expected = (1 - share) * self._times[variant] + share * self._times[fp32]
+        ratio = expected / self._times[fastest]
+        if ratio <= _MIN_GAIN:
+            return None
+        return f"not tried: it is expected to take {ratio:.2f}× as long as {fastest}"
 
     def _supersede(self, variant: Variant, other: Variant) -> None:
         """Drop a variant because another one, which computes less in float, may pass too."""
@@ -299,6 +323,8 @@ class Search:
             self.others.append(Candidate(variant.name, Status.FAILED, str(error)))
             return False
         self.trials[variant] = SearchTrial(artifact, verdict)
+        if not verdict.passed:
+            self._rejected.add(variant)
         self.progress.advance(0, note=f"{variant}: {verdict.reason}")
         return verdict.passed
 
@@ -317,3 +343,7 @@ class Search:
 
     def _is_budget_spent(self) -> bool:
         return time.monotonic() > self._deadline
+
+
+def _without(variant: Variant, *words: str) -> Variant:
+    return replace(variant, modifiers=tuple(word for word in variant.modifiers if word not in words))

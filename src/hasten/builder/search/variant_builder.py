@@ -299,9 +299,9 @@ class VariantBuilder:
         check_not_quantized_twice(variant, self.loaded.precision, self.recipe)
         if is_quantized(variant) and self.loaded.precision is Precision.FP32:
             recipe = self.recipes[variant] = self._recipes.recipe(variant)
-            is_openvino = recipe.method is Method.NNCF
+            is_openvino = recipe.method in (Method.NNCF, Method.WEIGHTS)
             quantized = self._new_graph_folder(variant) / ("model.xml" if is_openvino else graph.name)
-            rows = self._calibration if is_openvino else None
+            rows = self._calibration if recipe.method is Method.NNCF else None
             make_graph(graph, quantized, recipe, rows, external_data=is_large(graph))
             if not is_openvino:
                 self._record("quantize", variant, graph, quantized)

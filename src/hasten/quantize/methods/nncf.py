@@ -1,4 +1,4 @@
-"""Static int8 quantization for OpenVINO with NNCF: smoothing, calibrated ranges, matmuls of two activations too."""
+"""Quantize for OpenVINO with NNCF: statically, with smoothing and calibrated ranges, or the weights alone."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ def quantize_nncf(graph: Path, file: Path, recipe: Recipe, calibration: Calibrat
     if not len(calibration.rows):
         raise InputError("there are no rows to calibrate on")
     nncf, openvino = _import()
-    try:
-        model = _with_stable_names(openvino.Core().read_model(graph))
-    except RuntimeError as error:
-        raise StageError(f"OpenVINO cannot read {graph}: {error}") from error
+    model = _read(graph)
     # A list, since NNCF iterates it several times.
     feeds = list(calibration.feeds({name for entry in model.inputs for name in entry.get_names()}))
     ignored = nncf.IgnoredScope(names=list(_ignored(model, graph, recipe.keep)))
@@ -49,6 +46,28 @@ def quantize_nncf(graph: Path, file: Path, recipe: Recipe, calibration: Calibrat
         openvino.save_model(_with_stable_names(quantized), file, compress_to_fp16=False)
     except Exception as error:
         raise StageError(f"NNCF failed: {error}") from error
+
+
+def compress_weights(graph: Path, file: Path, recipe: Recipe) -> None:
+    """Quantize the weights of a portable graph to int8, with a scale and a zero point for each output channel."""
+    nncf, openvino = _import()
+    model = _read(graph)
+    ignored = nncf.IgnoredScope(names=list(_ignored(model, graph, recipe.keep)))
+    try:
+        with quiet_logging():
+            compressed = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_ASYM, ignored_scope=ignored)
+        openvino.save_model(_with_stable_names(compressed), file, compress_to_fp16=False)
+    except Exception as error:
+        raise StageError(f"NNCF failed: {error}") from error
+
+
+def _read(graph: Path) -> Any:
+    """Return OpenVINO's model of a portable graph."""
+    _, openvino = _import()
+    try:
+        return _with_stable_names(openvino.Core().read_model(graph))
+    except RuntimeError as error:
+        raise StageError(f"OpenVINO cannot read {graph}: {error}") from error
 
 
 def _with_stable_names(model: Any) -> Any:
