@@ -251,7 +251,6 @@ def test_best_precision_is_searched_once_and_read_from_a_bundle(
     """A model is searched, here among the variants that backends offer; a bundle has its order of variants."""
     models = pair("ForSequenceClassification", "bert")
     monkeypatch.setattr("hasten.builder.search.search.SEARCH_ORDER", {})
-    monkeypatch.setattr("hasten.builder.search.search._LOW_YIELD", {})
     load = hasten.transformers.AutoModelForSequenceClassification.from_pretrained
     with fake_benchmark({"openvino-fp32": 0.1}):
         best = load(models.folder, precision="best", data=models.rows)
