@@ -11,6 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hasten.backends import RunOptions
+from hasten.bundle import open_bundle
+from hasten.predictor import Predictor, open_session
+
 TEXTS = ["How do I reset my password?", "I forgot my login, help!", "The weather is lovely today."]
 
 
@@ -46,6 +50,11 @@ def test_embeddings_agree_with_sentence_transformers(bundle: Path, minilm: str, 
     cosines = (ours * expected).sum(axis=1)
     assert cosines.mean() >= 0.9988
     assert cosines.min() >= 0.99
+    # The portable graph, from which all variants are made, is exact.
+    opened = open_bundle(bundle)
+    session = open_session(opened.graph(), RunOptions(1))
+    with Predictor(opened.manifest.task, opened.tokenizer(), session) as exact:
+        assert (exact(texts) * expected).sum(axis=1).min() >= 0.99999
 
 
 def test_report_gives_a_reason_for_every_candidate(bundle: Path) -> None:

@@ -24,7 +24,8 @@ from hasten.tasks import Encoded, Row
 # Up to 96 items, in batches of a common size.
 _BLOCKS, _BLOCK_ITEMS = 12, 8
 _MIN_BLOCKS = 4
-# A variant on the bound is rejected in 1.4 % of all cases after four blocks and in 0.1 % after twelve (Student's t).
+# A variant exactly on the bound is rejected in 1.4 % of all cases after four blocks, in 0.1 % after twelve, and in at
+# most 4 % by all nine tests together (Student's t, if the means of blocks are independent and normal).
 _STANDARD_ERRORS = 4.0
 
 

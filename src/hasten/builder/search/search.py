@@ -98,7 +98,7 @@ class ScreenedVariant:
 
 @dataclass(frozen=True, slots=True)
 class FloatCounts:
-    """How many matmuls of a variant can stay in float, and how many probably have to for it to pass."""
+    """Numbers of matmuls that stay in float: the largest possible, and the one at which the variant probably passes."""
 
     max: int
     predicted: int = 1

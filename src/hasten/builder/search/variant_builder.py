@@ -188,7 +188,7 @@ class VariantBuilder:
         if self._first is not None:
             self._first.close()
             self._first = None
-        self.__dict__.pop("_recipes", None)
+        vars(self).pop("_recipes", None)
 
     def discard(self, artifact: Artifact) -> None:
         """Remove the files of a variant that was made here."""
