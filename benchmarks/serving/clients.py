@@ -21,6 +21,8 @@ class Answers:
     indices: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     errors: list[tuple[int, bytes]] = field(default_factory=list)
+    # The number of answers that each client got.
+    per_client: list[int] = field(default_factory=list)
     elapsed_s: float = 0.0
     # The share of one core that the clients used.
     client_share: float = 0.0
@@ -71,6 +73,7 @@ async def _closed_loop(
     await asyncio.gather(*(client.is_done for client in protocols))
     answers.elapsed_s = time.perf_counter() - begin
     answers.client_share = (time.process_time() - cpu_begin) / answers.elapsed_s
+    answers.per_client = [client.answered for client in protocols]
     return answers
 
 
@@ -89,6 +92,7 @@ class _Client(asyncio.Protocol):
         self._in_flight: deque[tuple[int, float]] = deque()
         self._head: list[bytes] = []
         self._body: list[bytes] = []
+        self.answered = 0
         self.is_done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: Any) -> None:
@@ -118,6 +122,7 @@ class _Client(asyncio.Protocol):
         if status == 200:
             self._answers.indices.append(index)
             self._answers.seconds.append(time.perf_counter() - sent)
+            self.answered += 1
             self._on_answer(index, head, body)
         else:
             self._answers.errors.append((status, body))

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count, cycle
@@ -79,13 +79,13 @@ def main() -> None:
     report(results)
 
 
-def make_model(folder: Path, tokenizer_file: Path | None) -> Path:
+def make_model(folder: Path, tokenizer_file: Path | None, config: Mapping[str, int] = MINILM_CONFIG) -> Path:
     """Save a classifier with random weights."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    model = transformers.BertForSequenceClassification(transformers.BertConfig(**MINILM_CONFIG, num_labels=2))
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**config, num_labels=2))
     model.save_pretrained(folder)
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
     backend = (

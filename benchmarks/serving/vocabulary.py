@@ -45,7 +45,7 @@ def word_piece_tokenizer() -> Any:
 class UnseenTexts:
     """Texts of new words, each a word of the vocabulary with an ending from it, as rare words are in real text."""
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, seed: int = 0) -> None:
         self._tokenizer = Tokenizer.from_file(str(bundle.path / TOKENIZER))
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -55,7 +55,7 @@ class UnseenTexts:
         alphabetic = sorted(piece for piece in vocabulary if re.fullmatch(rf"({_MARK})?[a-z]+", piece))
         self._stems = [piece for piece in alphabetic if not piece.startswith(_MARK) and len(piece) > 1]
         self._endings = [piece.removeprefix(_MARK) for piece in alphabetic if piece.startswith(_MARK)]
-        self._random = np.random.default_rng(0)
+        self._random = np.random.default_rng(seed)
         self._seen: set[str] = set()
         self._words = self._new_words()
 
