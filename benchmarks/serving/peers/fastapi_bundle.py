@@ -54,7 +54,7 @@ async def lifespan(app: FastAPI):
 
 
 async def run_batches(queue: asyncio.Queue, classify: Any, max_texts: int) -> None:
-    """Classify the queued texts, one batch at a time."""
+    """Run the model on the queued texts, one batch at a time."""
     while True:
         waiting = [await queue.get()]
         while sum(len(texts) for texts, _ in waiting) < max_texts and not queue.empty():
