@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from hasten.core.plan import Gate
 from hasten.core.progress import SilentProgress
 from hasten.core.system.hardware import gpu_memory_used_bytes, usable_cores
 from hasten.core.tensors import Outputs, Shape
-from hasten.core.variant import CPU
+from hasten.core.variant import CPU, Variant
 from hasten.measure.encoder_gate import expect, verify
 from hasten.predictor import Predictor, open_session
 from hasten.server.models.instances import choose_instances
@@ -49,14 +49,37 @@ _MEASURED_SHAPE = Shape(4, 64)
 _TEST_SLACK = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteSessions:
+    """Sessions in engine processes, which have opened, warmed up and tested them, and what depends on them."""
+
+    sessions: Sequence[Session]
+    variant: Variant
+    # The number of sessions of each engine process.
+    instances: int
+    # The limits of a batch, and whether rows of any length run well together.
+    tokens_per_batch: int
+    rows_per_batch: int
+    is_packed: bool
+    # Tokenizer threads of this process.
+    encoders: int
+
+
 class EncoderModel(Model):
     """A model that answers with scores, labels or embeddings."""
 
     engine: Engine
 
     def __init__(
-        self, name: str, bundle: Bundle, settings: Settings, scheduler: CoreScheduler, observer: EngineObserver
+        self,
+        name: str,
+        bundle: Bundle,
+        settings: Settings,
+        scheduler: CoreScheduler,
+        observer: EngineObserver,
+        remote: RemoteSessions | None = None,
     ) -> None:
+        """Open, warm up and test the sessions, unless they are `remote`: then batches are observed there, too."""
         super().__init__(name, bundle, settings)
         self.spec: TaskSpec = bundle.manifest.task
         self.task: AnyTask = TASKS.get(self.spec.name)
