@@ -88,6 +88,10 @@ class App:
             return "a thread that reads requests has ended"
         return self._failed_task
 
+    def render_metrics(self) -> bytes:
+        """Return the metrics in Prometheus text format."""
+        return self.metrics.render()
+
     def supervise(self, task: asyncio.Future[Any]) -> None:
         """Report a fault if a background task raises an error: nothing would run it again."""
 

@@ -59,7 +59,7 @@ class Frontend:
         self._acceptor: Acceptor | None = None
         self._grpc: GrpcServer | None = None
 
-    def accept(self, sockets: Sequence[socket.socket], is_our_turn: Callable[[], bool] = lambda: True) -> None:
+    def accept(self, sockets: Sequence[socket.socket], is_our_turn: Callable[[int], bool] = lambda _: True) -> None:
         """Accept HTTP connections."""
         self._acceptor = Acceptor(
             sockets,

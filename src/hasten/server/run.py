@@ -24,7 +24,7 @@ from hasten.server.frontend import (
 from hasten.server.http.acceptor import listen
 from hasten.server.models.reload import ReloadWatcher
 from hasten.server.settings import Settings
-from hasten.server.startup import bundle_paths, http_limits, load_models, make_app, run_periodic_tasks
+from hasten.server.startup import SWITCH_INTERVAL_S, bundle_paths, http_limits, load_models, make_app, run_periodic_tasks
 
 logger = logging.getLogger("hasten")
 
@@ -33,9 +33,6 @@ EXIT_FAULT = 70
 _HEALTH_CHECK_S = 0.5
 # Time for liveness probes and load balancers to notice a fault before the process exits.
 FAULT_LINGER_S = 2.0
-# How long the event loop waits for a thread that computes in Python, such as one that decodes a large response. The
-# default is 5 ms.
-SWITCH_INTERVAL_S = 0.001
 
 
 def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: None) -> None:

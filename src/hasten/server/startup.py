@@ -33,6 +33,9 @@ AnyApp = TypeVar("AnyApp", bound=App)
 
 # The delay after which an expired request is answered at the latest.
 _TICK_S = 0.02
+# How long the event loop waits for a thread that computes in Python, such as one that decodes a large response. The
+# default is 5 ms.
+SWITCH_INTERVAL_S = 0.001
 # Allocations before the garbage collector runs; requests leave it next to nothing to collect.
 _GC_THRESHOLD = (50_000, 20, 100)
 

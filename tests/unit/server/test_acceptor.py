@@ -72,7 +72,7 @@ def test_process_leaves_connections_to_others_but_not_for_long() -> None:
     async def serve() -> int:
         sockets, accepted, asked = listen("127.0.0.1", 0), [], 0
 
-        def is_our_turn() -> bool:
+        def is_our_turn(opening: int) -> bool:
             nonlocal asked
             asked += 1
             return False

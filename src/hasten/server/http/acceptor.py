@@ -70,9 +70,13 @@ class Acceptor:
         *,
         tls: ssl.SSLContext | None = None,
         handshake_s: float | None = None,
-        is_our_turn: Callable[[], bool] = lambda: True,
+        is_our_turn: Callable[[int], bool] = lambda _: True,
     ) -> None:
-        """Start to accept. While `is_our_turn` returns False, connections are left to other processes for a moment."""
+        """Start to accept.
+
+        While `is_our_turn` returns False, connections are left to other processes for a moment. Its argument is the
+        number of accepted connections whose protocols have not begun.
+        """
         self._loop = asyncio.get_running_loop()
         self._sockets = list(sockets)
         self._make_protocol = make_protocol
@@ -86,7 +90,7 @@ class Acceptor:
 
     def close(self) -> None:
         """Accept the connections that wait, so that none of them is reset, and close the sockets."""
-        self._is_our_turn = lambda: True
+        self._is_our_turn = lambda _: True
         for listener in self._sockets:
             while self._accept(listener):
                 pass
@@ -97,7 +101,7 @@ class Acceptor:
     def _accept(self, listener: socket.socket) -> bool:
         """Accept a batch of connections; return whether more may wait."""
         for _ in range(_MAX_ACCEPTED_PER_ITERATION):
-            if not self._is_our_turn() and self._pauses < _MAX_TURN_PAUSES:
+            if not self._is_our_turn(len(self._opening)) and self._pauses < _MAX_TURN_PAUSES:
                 self._pauses += 1
                 self._pause(listener, _TURN_PAUSE_S)
                 return False

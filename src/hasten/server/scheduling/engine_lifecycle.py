@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from hasten.backends import Decoder, Session
 from hasten.core.errors import DeadlineError, HastenError, ServeError, StageError, UnavailableError
-from hasten.server.scheduling.admission import Admission
+from hasten.server.scheduling.admission import Admission, PeerRequests
 from hasten.server.scheduling.core_scheduler import Share
 
 logger = logging.getLogger("hasten")
@@ -78,6 +78,10 @@ class EngineLifecycle(ABC, Generic[Request]):
         # Of recent batches or steps: tokens and seconds.
         self._timed_tokens = self._timed_s = 0.0
 
+    def count_with(self, peers: PeerRequests) -> None:
+        """Count open requests together with other processes that serve this model; call before the first request."""
+        self._admission.peers = peers
+
     def submit(self, request: Request) -> None:
         """Accept a request, or raise an error if the engine is closing or overloaded."""
         with self._lock:
@@ -85,6 +89,8 @@ class EngineLifecycle(ABC, Generic[Request]):
                 raise RetiredError("model is being unloaded")
             self._admission.check(len(self._open))
             self._open.add(request)
+            if self._admission.peers is not None:
+                self._admission.peers.add(1)
             self._enqueue(request)
 
     @abstractmethod
@@ -213,7 +219,10 @@ class EngineLifecycle(ABC, Generic[Request]):
 
     def _release(self, request: Request) -> None:
         """Count a request as answered. Caller must hold the lock."""
-        self._open.discard(request)
+        if request in self._open:
+            self._open.remove(request)
+            if self._admission.peers is not None:
+                self._admission.peers.add(-1)
         if self._is_closing and not self._open:
             self._wake()
 
