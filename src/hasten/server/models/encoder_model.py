@@ -64,6 +64,19 @@ class RemoteSessions:
     # Tokenizer threads of this process.
     encoders: int
 
+    def artifact(self, bundle: Bundle) -> Artifact:
+        """Return the variant that the sessions run; its files are opened and checked by the engine processes only."""
+        return Artifact(self.variant, bundle.manifest.signature, bundle.path, {})
+
+    def limits(self, settings: Settings) -> Limits:
+        """Return the limits of the queue of this process; the engine process rounds batches up to its buckets."""
+        return replace(
+            queue_limits(settings),
+            tokens_per_batch=self.tokens_per_batch,
+            rows_per_batch=self.rows_per_batch,
+            round_up=(lambda tokens: tokens) if self.is_packed else None,
+        )
+
 
 class EncoderModel(Model):
     """A model that answers with scores, labels or embeddings."""
@@ -78,16 +91,33 @@ class EncoderModel(Model):
         scheduler: CoreScheduler,
         observer: EngineObserver,
         remote: RemoteSessions | None = None,
+        *,
+        encoders: int | None = None,
     ) -> None:
-        """Open, warm up and test the sessions, unless they are `remote`: then batches are observed there, too."""
-        super().__init__(name, bundle, settings)
+        """Open, warm up and test the sessions and observe their batches; engine processes do so for `remote` ones.
+
+        `encoders` is the number of tokenizer threads, by default half of the cores.
+        """
+        super().__init__(name, bundle, settings, None if remote is None else remote.artifact(bundle))
         self.spec: TaskSpec = bundle.manifest.task
         self.task: AnyTask = TASKS.get(self.spec.name)
         self.signature = self.artifact.signature
-        self.instances, threads = _instances_and_threads(self.artifact, bundle, settings)
+        if remote is None:
+            self._open(scheduler, observer, encoders or max(1, usable_cores() // 2))
+        else:
+            self.session_spec = remote.sessions[0].spec
+            self.instances, self.limits = remote.instances, remote.limits(settings)
+            # Batches wait for cores, and for others to join them, in the engine process.
+            self.engine = Engine(remote.sessions, self.limits, encoders=remote.encoders)
+        self.since = time.time()
+
+    def _open(self, scheduler: CoreScheduler, observer: EngineObserver, encoders: int) -> None:
+        settings = self.settings
+        self.instances, threads = _instances_and_threads(self.artifact, self.bundle, settings)
         with ExitStack() as opened:
             options = RunOptions(threads, settings.max_memory)
             sessions = [opened.enter_context(open_session(self.artifact, options)) for _ in range(self.instances)]
+            self.session_spec = sessions[0].spec
             self.limits = _limits(sessions[0], threads, settings)
             self._warm_up(sessions)
             self._test(Predictor(self.spec, self.tokenizer, sessions[0]))
@@ -95,12 +125,11 @@ class EncoderModel(Model):
         self.engine = Engine(
             sessions,
             self.limits,
-            encoders=max(1, usable_cores() // 2),
+            encoders=encoders,
             share=scheduler.join(threads),
             observer=observer,
             max_batch_delay_s=settings.max_batch_delay / 1e6,
         )
-        self.since = time.time()
 
     @cached_property
     def default_options(self) -> Any:

@@ -32,16 +32,19 @@ class Model(ABC):
     # The Unix time at which the model was loaded.
     since: float
 
-    def __init__(self, name: str, bundle: Bundle, settings: Settings) -> None:
+    def __init__(self, name: str, bundle: Bundle, settings: Settings, artifact: Artifact | None = None) -> None:
+        """Open the tokenizer, and choose the variant unless it was chosen."""
         self.name = name
         self.bundle = bundle
         self.settings = settings
         self.tokenizer = bundle.tokenizer()
-        self.artifact: Artifact = (
-            require_variant(bundle, bundle.entry(settings.variant))
-            if settings.variant
-            else first_runnable_variant(bundle)
-        )
+        if artifact is None:
+            artifact = (
+                require_variant(bundle, bundle.entry(settings.variant))
+                if settings.variant
+                else first_runnable_variant(bundle)
+            )
+        self.artifact = artifact
         self.variant = self.artifact.variant
 
     @property
@@ -225,6 +228,17 @@ class Registry(Generic[Loaded]):
 
 # The models of a process that answers requests.
 ModelRegistry = Registry[Model]
+
+
+def fault_of(models: Iterable[Model], stall_timeout_s: float) -> str | None:
+    """Return why only a new process would serve one of these models again, or None."""
+    now = time.monotonic()
+    for model in models:
+        if model.engine.stalled_for_s(now) >= stall_timeout_s:
+            return f"a session of {model.name} has stalled"
+        if (fault := model.engine.fault()) is not None:
+            return f"{model.name}: {fault}"
+    return None
 
 
 def queue_limits(settings: Settings) -> Limits:

@@ -1,4 +1,4 @@
-"""Sessions in another process, which may end and start again while this one stays."""
+"""Sessions whose batches run in another process, which may end and be replaced while the session stays."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from abc import abstractmethod
 
 from hasten.backends import Session
 from hasten.core.errors import UnavailableError
+from hasten.core.tensors import Batch, Outputs
 
 
 class SessionLostError(UnavailableError):
@@ -17,14 +18,18 @@ class SessionLostError(UnavailableError):
         self.was_running = was_running
 
 
-class RemoteSessionBase(Session):
+class ReconnectingSession(Session):
     """A session whose batches run in another process. `run` raises SessionLostError if that process ends."""
 
     @abstractmethod
+    def run_alone(self, batch: Batch) -> Outputs:
+        """Run a batch that may have ended a process before: there it is not merged with other batches."""
+
+    @abstractmethod
     def reconnect(self) -> bool:
-        """Try once to connect to the process that has replaced a lost one; return whether the session works again."""
+        """Try once to connect to the process that replaces a lost one; return whether batches can run again."""
 
     @property
     @abstractmethod
     def load(self) -> int:
-        """Return the tokens in flight in the session's process, of all its clients."""
+        """Return the tokens in flight in the session's process, those of its other clients included."""
