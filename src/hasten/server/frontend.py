@@ -149,15 +149,16 @@ def warn_if_open(settings: Settings, *, has_keys: bool) -> None:
         logger.warning("%s is open to everyone who can reach it: no API keys are set (--api-key-file)", settings.host)
 
 
-def grpc_address(settings: Settings, http_port: int) -> str | None:
-    """Return the address that gRPC should listen on, or None if it is disabled."""
+def choose_grpc_port(settings: Settings, http_port: int) -> int | None:
+    """Return the port that gRPC should listen on, 0 for any, or None if gRPC is disabled."""
     if not settings.grpc:
         return None
     if find_spec("grpc") is None and settings.grpc_port is None:
         logger.warning("gRPC is disabled: the package 'grpcio' is not installed (pip install 'hasten[serve]')")
         return None
-    port = settings.grpc_port if settings.grpc_port is not None else (http_port + 1 if settings.port else 0)
-    return f"{bracketed(settings.host)}:{port}"
+    if settings.grpc_port is not None:
+        return settings.grpc_port
+    return http_port + 1 if settings.port else 0
 
 
 def _is_local(host: str) -> bool:

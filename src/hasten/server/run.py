@@ -1,4 +1,4 @@
-"""Serve from one process: event loop, model loading, signals and graceful shutdown."""
+"""Serve from one process, or start several: event loop, model loading, signals and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -17,22 +17,29 @@ from hasten.server.frontend import (
     Addresses,
     Frontend,
     allow_connections,
-    grpc_address,
+    choose_grpc_port,
     require_packages,
     warn_if_open,
 )
-from hasten.server.http.acceptor import listen
+from hasten.server.http.acceptor import bracketed, listen
 from hasten.server.models.reload import ReloadWatcher
+from hasten.server.processes.supervisor import supervise
+from hasten.server.processes.worker_count import count_workers
 from hasten.server.settings import Settings
-from hasten.server.startup import SWITCH_INTERVAL_S, bundle_paths, http_limits, load_models, make_app, run_periodic_tasks
+from hasten.server.startup import (
+    EXIT_FAULT,
+    FAULT_LINGER_S,
+    SWITCH_INTERVAL_S,
+    bundle_paths,
+    http_limits,
+    load_models,
+    make_app,
+    run_periodic_tasks,
+)
 
 logger = logging.getLogger("hasten")
 
-# The exit code of a process that a supervisor should restart.
-EXIT_FAULT = 70
 _HEALTH_CHECK_S = 0.5
-# Time for liveness probes and load balancers to notice a fault before the process exits.
-FAULT_LINGER_S = 2.0
 
 
 def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: None) -> None:
@@ -41,6 +48,9 @@ def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: No
     import uvloop
 
     allow_connections()
+    if (workers := count_workers(settings)) > 1:
+        asyncio.run(supervise(settings, workers, on_ready))
+        return
     app = make_app(settings)
     warn_if_open(settings, has_keys=bool(app.keys))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -64,8 +74,9 @@ class _Process:
         changes = ReloadWatcher(self._app.models, lambda: bundle_paths(settings))
         sockets = listen(settings.host, settings.port)
         frontend.accept(sockets)
-        grpc = grpc_address(settings, sockets[0].getsockname()[1])
-        grpc_port = None if grpc is None else await frontend.accept_grpc(grpc)
+        grpc_port = choose_grpc_port(settings, sockets[0].getsockname()[1])
+        if grpc_port is not None:
+            grpc_port = await frontend.accept_grpc(f"{bracketed(settings.host)}:{grpc_port}")
         addresses = Addresses.of(sockets, grpc_port, has_tls=self._credentials.tls is not None)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)

@@ -31,6 +31,10 @@ logger = logging.getLogger("hasten")
 
 AnyApp = TypeVar("AnyApp", bound=App)
 
+# The exit code of a process that a supervisor should restart.
+EXIT_FAULT = 70
+# Time for liveness probes and load balancers to notice a fault before the process exits.
+FAULT_LINGER_S = 2.0
 # The delay after which an expired request is answered at the latest.
 _TICK_S = 0.02
 # How long the event loop waits for a thread that computes in Python, such as one that decodes a large response. The

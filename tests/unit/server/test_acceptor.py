@@ -32,10 +32,10 @@ def test_clients_that_connect_at_once_are_accepted_in_few_loop_iterations(http_s
     with ExitStack() as opened:
         with blocked_loop(http_server):
             clients = [opened.enter_context(http_server.connect()) for _ in range(CLIENTS)]
-            for client in clients:
-                client.sendall(get("/", "connection: close"))
             counted = http_server.submit(count_iterations())
         assert counted.result(20) <= CLIENTS // 8
+        for client in clients:
+            client.sendall(get("/", "connection: close"))
         assert [statuses(receive_all(client)) for client in clients] == [[200]] * CLIENTS
 
 
@@ -72,7 +72,7 @@ def test_process_leaves_connections_to_others_but_not_for_long() -> None:
     async def serve() -> int:
         sockets, accepted, asked = listen("127.0.0.1", 0), [], 0
 
-        def is_our_turn(opening: int) -> bool:
+        def is_our_turn(_: int) -> bool:
             nonlocal asked
             asked += 1
             return False

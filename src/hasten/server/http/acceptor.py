@@ -34,7 +34,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
     """Return sockets that listen on every address of a host; port 0 picks a free port, the same for all of them."""
     sockets: list[socket.socket] = []
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
             chosen = port or (sockets[0].getsockname()[1] if sockets else 0)
             listener = socket.socket(family, socket.SOCK_STREAM)
@@ -53,6 +53,26 @@ def listen(host: str, port: int) -> list[socket.socket]:
         problem = f"cannot listen on {bracketed(host)}:{port}"
         raise UnavailableError(f"{problem}: {error.strerror or error}", hint=hint) from error
     return sockets
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """Return a socket that keeps a port for several processes, which bind it with SO_REUSEPORT; 0 picks a free one.
+
+    It does not listen, so that the kernel gives it no connections.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        # Two servers of one user could share the port by mistake: it must be free of others that listen.
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+        reserved = socket.socket(family, kind)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(address)
+    except OSError as error:
+        hint = "choose another port with --grpc-port"
+        raise UnavailableError(f"cannot listen on {bracketed(host)}:{port}", hint=hint) from error
+    return reserved
 
 
 def bracketed(host: str) -> str:

@@ -150,6 +150,11 @@ class Registry(Generic[Loaded]):
         """Return whether all expected models are loaded."""
         return not self._expected
 
+    @property
+    def expected(self) -> frozenset[str]:
+        """Return the names of the models that have yet to be loaded for the first time."""
+        return self._expected
+
     def expect(self, names: Iterable[str]) -> None:
         """Announce models that will be loaded: requests for them fail with 503 until then."""
         self._expected = frozenset(names)

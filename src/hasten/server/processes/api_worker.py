@@ -6,13 +6,11 @@ It answers clients over HTTP and gRPC, tokenizes, and decodes; engine processes 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from hasten.core.errors import StageError
@@ -42,7 +40,6 @@ from hasten.server.processes.shared_counters import SharedCounters
 from hasten.server.processes.worker_models import WorkerModels
 from hasten.server.startup import SWITCH_INTERVAL_S, build_app, freeze_objects, http_limits, run_periodic_tasks
 from hasten.server.telemetry.metrics import Metrics
-
 
 Result = TypeVar("Result")
 
@@ -127,13 +124,9 @@ class ApiWorker:
         self._credentials = Credentials(settings)
         self._models = WorkerModels(settings, request, counters)
         self._models.channel = self._channel
-        # The engine processes notice stalled sessions; here they look like slow ones.
-        lasting = replace(settings, stall_timeout=math.inf)
-        self._app = build_app(WorkerApp, self._models, Metrics(), self._credentials.keys, lasting)
+        self._app = build_app(WorkerApp, self._models, Metrics(), self._credentials.keys, settings)
         self._app.channel = self._channel
-        frontend = self._frontend = Frontend(
-            self._app, http_limits(settings, request.workers), self._credentials.tls
-        )
+        frontend = self._frontend = Frontend(self._app, http_limits(settings, request.workers), self._credentials.tls)
         listeners = [socket.socket(fileno=number) for number in request.listeners]
         for listener in listeners:
             listener.setblocking(False)

@@ -32,7 +32,7 @@ class ChildProcess:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            # In its own session: Ctrl-C reaches this process, which drains the child. Its output must not mix with ours.
+            # In its own session: Ctrl-C reaches this process, which drains the child.
             process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(), *files),

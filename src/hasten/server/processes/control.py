@@ -218,7 +218,7 @@ class ControlChannel(asyncio.Protocol):
         self._send(number, request)
         try:
             answer = await asyncio.wait_for(reply, timeout_s)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise UnavailableError(f"no reply to {type(request).__name__} within {timeout_s:g} s") from error
         finally:
             self._waiting.pop(number, None)
@@ -239,8 +239,7 @@ class ControlChannel(asyncio.Protocol):
 
     # asyncio.Protocol
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: Any) -> None:
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:

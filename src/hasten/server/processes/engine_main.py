@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +34,7 @@ from hasten.server.processes.control import (
     UnloadModel,
 )
 from hasten.server.processes.engine_process import EngineHost
-from hasten.server.startup import freeze_objects
+from hasten.server.startup import SWITCH_INTERVAL_S, freeze_objects
 
 Result = TypeVar("Result")
 
@@ -48,6 +49,7 @@ class EngineProgram:
         self._threads = ThreadPoolExecutor(_THREADS, "control")
         self._host: EngineHost | None = None
         self._directory = Path()
+        self._loaded: set[ModelVersion] = set()
 
     async def run(self, end: socket.socket) -> None:
         """Answer until the parent closes the control channel or dies."""
@@ -69,7 +71,7 @@ class EngineProgram:
                 await self._in_thread(lambda: self._load(version))
                 return ModelLoaded()
             case UnloadModel(version=version):
-                await self._in_thread(lambda: self._opened.unload(version.name, version.generation))
+                await self._in_thread(lambda: self._unload(version))
                 return Done()
             case ReadStatus():
                 return Status(self._opened.fault(), self._opened.can_serve())
@@ -98,8 +100,15 @@ class EngineProgram:
         if open_bundle(path).manifest.digest != version.digest:
             raise BundleError(f"{version.name} has changed on disk since it was loaded")
         self._opened.load(path, version.name, version.generation)
+        self._loaded.add(version)
         freeze_objects()
+
+    def _unload(self, version: ModelVersion) -> None:
+        if version in self._loaded:  # not if it could not be loaded
+            self._loaded.remove(version)
+            self._opened.unload(version.name, version.generation)
 
 
 if __name__ == "__main__":
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     asyncio.run(EngineProgram().run(control_socket()))

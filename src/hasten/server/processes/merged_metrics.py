@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 # Gauges that are not sums: the smallest or largest value of any process.
@@ -59,9 +59,7 @@ class _Families:
 
     def copy(self) -> _Families:
         copied = _Families()
-        copied._families = {
-            name: (text, kind, dict(samples)) for name, (text, kind, samples) in self._families.items()
-        }
+        copied._families = {name: (text, kind, dict(samples)) for name, (text, kind, samples) in self._families.items()}
         return copied
 
     def add(self, text: bytes, is_wanted: Callable[[str], bool] = lambda _: True) -> None:

@@ -45,11 +45,13 @@ class SupervisedChild:
         self._child: ChildProcess | None = None
         self._ends: deque[float] = deque(maxlen=_MAX_ENDS)
         self._status = Status(None, can_serve=False)
+        # Set once the first process is configured; errors before are those of the start.
+        self.configured = asyncio.Event()
         # Set while the process has all models.
         self.up = asyncio.Event()
         # Why starting it again does not help; None while it does.
         self.fault: str | None = None
-        # Why it could not be brought into the state of the others, at the latest attempt.
+        # Why the first process could not be configured.
         self.error: HastenError | None = None
         # While stopping, it is not started again.
         self.is_stopping = False
@@ -128,9 +130,10 @@ class SupervisedChild:
         except ChannelClosedError:
             return
         except HastenError as error:
-            self.error = error
-            self._on_change()
-            logger.critical("%s: %s", self.name, error)
+            if not self.configured.is_set():
+                self.error = error
+            else:
+                logger.critical("%s: %s", self.name, error)
         except Exception:
             logger.exception("%s cannot be supervised", self.name)
         child.kill()
