@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from hasten.server.http.acceptor import Acceptor, listen
 from hasten.server.http.connection import Connection
 from hasten.server.http.exchange import Exchange, Response
 from hasten.server.http.state import HttpLimits, HttpState
@@ -30,8 +31,12 @@ class ControlledServer:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
-        self._server = self.run(self._loop.create_server(partial(Connection, self.state), "127.0.0.1", 0))
-        self.port = self._server.sockets[0].getsockname()[1]
+        sockets = listen("127.0.0.1", 0)
+        self.port = sockets[0].getsockname()[1]
+        self._acceptor = self.run(self._accept(sockets))
+
+    async def _accept(self, sockets: list[socket.socket]) -> Acceptor:
+        return Acceptor(sockets, partial(Connection, self.state))
 
     def _app(self, exchange: Exchange) -> None:
         self.exchanges.append(exchange)
@@ -66,7 +71,7 @@ class ControlledServer:
         """Stop the server, and check that no connection is left in the counters."""
 
         async def close() -> None:
-            self._server.close()
+            self._acceptor.close()
             self.state.abort()
 
         self.run(close())

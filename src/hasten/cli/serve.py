@@ -62,7 +62,7 @@ def _serve(settings: Settings, args: argparse.Namespace) -> int:
         if not uses_ray and getattr(settings, name) is not None:
             raise PlanError(f"{flag(name)} needs Ray Serve", hint="add --runner ray")
     from hasten.cli import console
-    from hasten.server.run import Addresses
+    from hasten.server.frontend import Addresses
 
     if uses_ray:
         from hasten.deploy.ray.run import run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from hasten.server import health
 from hasten.server.auth import ApiKeys
 from hasten.server.http.exchange import Exchange, Response, error_response
 from hasten.server.models.control import ModelControl
-from hasten.server.models.registry import ModelRegistry
+from hasten.server.models.registry import ModelRegistry, fault_of
 from hasten.server.protocols import huggingface, oip_http, openai_completions, openai_embeddings, tei, triton_generate
 from hasten.server.protocols.routes import HttpCall, NotFoundError, Route, Router
 from hasten.server.request_records import RequestListener, RequestRecord
@@ -78,15 +77,15 @@ class App:
 
     def fault(self) -> str | None:
         """Return why only a restart helps: a stalled or broken session, or a thread or task that has ended."""
-        now = time.monotonic()
-        for model in self.models:
-            if model.engine.stalled_for_s(now) >= self._stall_timeout_s:
-                return f"a session of {model.name} has stalled"
-            if (fault := model.engine.fault()) is not None:
-                return f"{model.name}: {fault}"
+        if (fault := fault_of(self.models, self._stall_timeout_s)) is not None:
+            return fault
         if not all(thread.is_alive() for thread in self.readers.threads):
             return "a thread that reads requests has ended"
         return self._failed_task
+
+    def render_metrics(self) -> bytes:
+        """Return the metrics in Prometheus text format."""
+        return self.metrics.render()
 
     def supervise(self, task: asyncio.Future[Any]) -> None:
         """Report a fault if a background task raises an error: nothing would run it again."""

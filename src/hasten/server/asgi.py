@@ -13,8 +13,8 @@ from hasten.server.app import App
 from hasten.server.http.exchange import REQUEST_ID, Exchange, Response, StreamedResponse, has_large_body
 from hasten.server.http.state import HttpLimits
 from hasten.server.http.stream import Stream
-from hasten.server.run import http_limits, load_models, make_app, run_periodic_tasks
 from hasten.server.settings import Settings
+from hasten.server.startup import http_limits, load_models, make_app, run_periodic_tasks
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -36,6 +36,9 @@ class ServerStatus(Protocol):
     def can_serve(self) -> bool:
         """Return whether requests should be sent here."""
 
+    def render_metrics(self) -> bytes:
+        """Return the metrics of the server in Prometheus text format. May block."""
+
 
 def routes(server: ServerStatus) -> list[Route]:
     """Return the operators' routes of a server."""
@@ -48,7 +51,7 @@ def routes(server: ServerStatus) -> list[Route]:
 
     def metrics(call: HttpCall) -> None:
         # Queries the GPU driver and renders hundreds of lines.
-        run_in_pool(server.readers, call, lambda: Response(200, server.metrics.render(), server.metrics.content_type))
+        run_in_pool(server.readers, call, lambda: Response(200, server.render_metrics(), server.metrics.content_type))
 
     @cache
     def document(needs_key: bool) -> Response:

@@ -101,6 +101,15 @@ def _parse_replicas(text: str) -> Replicas:
     return replicas
 
 
+def _parse_workers(text: str) -> int | None:
+    if text == "auto":
+        return None
+    try:
+        return _parse_count(text)
+    except PlanError as error:
+        raise PlanError(error.message, hint="write 4 or auto") from error
+
+
 def _parse_bool(text: str) -> bool:
     known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if text.lower() not in known:
@@ -121,7 +130,7 @@ def _parse_choice(*choices: str) -> Callable[[str], str]:
     return read
 
 
-_ADDRESS, _MODELS, _LIMITS = "address", "models", "limits"
+_ADDRESS, _PROCESSES, _MODELS, _LIMITS = "address", "processes", "models", "limits"
 _SECURITY, _OPERATION, _RAY = "security", "operation", "Ray Serve"
 _bool, _text = partial(Option, _parse_bool, ""), partial(Option, str)
 _count, _port = partial(Option, _parse_count, "N"), partial(Option, _parse_port, "N")
@@ -138,6 +147,18 @@ class Settings:
     port: Annotated[int, _port("HTTP port; 0 picks a free one", _ADDRESS)] = 8000
     grpc: Annotated[bool, _bool("serve gRPC as well", _ADDRESS)] = True
     grpc_port: Annotated[int | None, _port("gRPC port (default: HTTP port + 1)", _ADDRESS)] = None
+
+    workers: Annotated[
+        int | None,
+        Option(
+            *(_parse_workers, "COUNT"),
+            "processes that answer clients: N or auto (default: several if a model runs on a GPU)",
+            _PROCESSES,
+        ),
+    ] = None
+    engines: Annotated[
+        int, _count("processes that run models, if several answer clients; each loads all models", _PROCESSES)
+    ] = 1
 
     variant: Annotated[str | None, _text("NAME", "variant to run (default: the fastest that runs here)", _MODELS)] = (
         None

@@ -14,8 +14,8 @@ from hasten.bundle import Bundle
 from hasten.server.asgi import Asgi
 from hasten.server.auth import ApiKeys
 from hasten.server.http.state import HttpLimits
-from hasten.server.run import load_models, make_app
 from hasten.server.settings import Settings
+from hasten.server.startup import load_models, make_app
 
 pytest.importorskip("prometheus_client", reason="serving needs hasten[serve]")
 TEXT = "one answer"

@@ -360,8 +360,8 @@ def test_sighup_reloads_and_keeps_old_model_if_new_is_damaged(
 
 def test_request_that_resolved_a_replaced_model_is_retried(classifier_bundle: Bundle) -> None:
     from hasten.server.app import retry_if_retired
-    from hasten.server.run import load_models, make_app
     from hasten.server.settings import Settings
+    from hasten.server.startup import load_models, make_app
 
     settings = Settings((str(classifier_bundle.path),), instances=1, threads=1)
     app = make_app(settings)
@@ -386,8 +386,8 @@ def test_reload_keeps_the_number_of_sessions_and_runs_once(
 ) -> None:
     from hasten.server.models import encoder_model
     from hasten.server.models.reload import ReloadWatcher
-    from hasten.server.run import bundle_paths, load_models, make_app
     from hasten.server.settings import Settings
+    from hasten.server.startup import bundle_paths, load_models, make_app
 
     measured: list[str] = []
     monkeypatch.setattr(encoder_model, "choose_instances", lambda _, digest, *__: measured.append(digest) or 2)

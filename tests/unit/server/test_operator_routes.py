@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from hasten.server.http.exchange import Exchange, Response
-from hasten.server.run import make_app
 from hasten.server.settings import Settings
+from hasten.server.startup import make_app
 from support.wait import wait_until
 
 

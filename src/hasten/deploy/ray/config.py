@@ -14,8 +14,8 @@ from hasten.core.errors import PlanError, missing_package, translate_os_errors
 from hasten.core.options import flag
 from hasten.core.system.hardware import this_machine, usable_cores
 from hasten.core.variant import CPU
-from hasten.server.run import bundle_paths
 from hasten.server.settings import Replicas, Settings
+from hasten.server.startup import bundle_paths
 
 APPLICATION = "hasten"
 DEPLOYMENT = "bundles"

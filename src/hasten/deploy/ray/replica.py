@@ -18,8 +18,8 @@ from hasten.server.asgi import Asgi
 from hasten.server.http.exchange import Exchange
 from hasten.server.protocols import tei
 from hasten.server.protocols.routes import NotFoundError, Router
-from hasten.server.run import bundle_paths, http_limits, load_models, make_app
 from hasten.server.settings import Settings
+from hasten.server.startup import bundle_paths, http_limits, load_models, make_app
 from hasten.server.telemetry import logs
 
 logger = logging.getLogger("hasten")

@@ -20,8 +20,9 @@ from hasten.core.errors import HastenError, PlanError, StageError, UnavailableEr
 from hasten.core.system.hardware import usable_cores
 from hasten.deploy.ray.config import APPLICATION, max_gpu_replicas, replica_share, serve_config, with_gpus, write
 from hasten.deploy.ray.replica import open_shared
-from hasten.server.run import Addresses, bundle_paths
+from hasten.server.frontend import Addresses
 from hasten.server.settings import Settings
+from hasten.server.startup import bundle_paths
 
 logger = logging.getLogger("hasten")
 

@@ -27,7 +27,17 @@ class GrpcServer:
     Used on the event loop of the application.
     """
 
-    def __init__(self, app: App, address: str, limits: HttpLimits, budget: ByteBudget, tls: Tls | None) -> None:
+    def __init__(
+        self,
+        app: App,
+        address: str,
+        limits: HttpLimits,
+        budget: ByteBudget,
+        tls: Tls | None,
+        *,
+        shares_port: bool = False,
+    ) -> None:
+        """Listen on an address. With `shares_port`, the kernel divides its connections among several processes."""
         try:
             import grpc
             from grpc_health.v1 import health_pb2
@@ -43,7 +53,7 @@ class GrpcServer:
             "grpc.max_allowed_incoming_connections": limits.connections,
             "grpc.max_connection_idle_ms": _to_ms(limits.idle_s),
             "grpc.server_handshake_timeout_ms": _to_ms(limits.read_s),
-            "grpc.so_reuseport": 0,
+            "grpc.so_reuseport": int(shares_port),
             **_KEEPALIVE_MS,
         }
         for module in (health_pb2, reflection_pb2):

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from hasten.core.plan import Gate
 from hasten.core.progress import SilentProgress
 from hasten.core.system.hardware import gpu_memory_used_bytes, usable_cores
 from hasten.core.tensors import Outputs, Shape
-from hasten.core.variant import CPU
+from hasten.core.variant import CPU, Variant
 from hasten.measure.encoder_gate import expect, verify
 from hasten.predictor import Predictor, open_session
 from hasten.server.models.instances import choose_instances
@@ -49,22 +49,75 @@ _MEASURED_SHAPE = Shape(4, 64)
 _TEST_SLACK = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteSessions:
+    """Sessions in engine processes, which have opened, warmed up and tested them, and what depends on them."""
+
+    sessions: Sequence[Session]
+    variant: Variant
+    # The number of sessions of each engine process.
+    instances: int
+    # The limits of a batch, and whether rows of any length run well together.
+    tokens_per_batch: int
+    rows_per_batch: int
+    is_packed: bool
+    # Tokenizer threads of this process.
+    encoders: int
+
+    def artifact(self, bundle: Bundle) -> Artifact:
+        """Return the variant that the sessions run; its files are opened and checked by the engine processes only."""
+        return Artifact(self.variant, bundle.manifest.signature, bundle.path, {})
+
+    def limits(self, settings: Settings) -> Limits:
+        """Return the limits of the queue of this process; the engine process rounds batches up to its buckets."""
+        return replace(
+            queue_limits(settings),
+            tokens_per_batch=self.tokens_per_batch,
+            rows_per_batch=self.rows_per_batch,
+            round_up=(lambda tokens: tokens) if self.is_packed else None,
+        )
+
+
 class EncoderModel(Model):
     """A model that answers with scores, labels or embeddings."""
 
     engine: Engine
 
     def __init__(
-        self, name: str, bundle: Bundle, settings: Settings, scheduler: CoreScheduler, observer: EngineObserver
+        self,
+        name: str,
+        bundle: Bundle,
+        settings: Settings,
+        scheduler: CoreScheduler,
+        observer: EngineObserver,
+        remote: RemoteSessions | None = None,
+        *,
+        encoders: int | None = None,
     ) -> None:
-        super().__init__(name, bundle, settings)
+        """Open, warm up and test the sessions and observe their batches; engine processes do so for `remote` ones.
+
+        `encoders` is the number of tokenizer threads, by default half of the cores.
+        """
+        super().__init__(name, bundle, settings, None if remote is None else remote.artifact(bundle))
         self.spec: TaskSpec = bundle.manifest.task
         self.task: AnyTask = TASKS.get(self.spec.name)
         self.signature = self.artifact.signature
-        self.instances, threads = _instances_and_threads(self.artifact, bundle, settings)
+        if remote is None:
+            self._open(scheduler, observer, encoders or max(1, usable_cores() // 2))
+        else:
+            self.session_spec = remote.sessions[0].spec
+            self.instances, self.limits = remote.instances, remote.limits(settings)
+            # Batches wait for cores, and for others to join them, in the engine process.
+            self.engine = Engine(remote.sessions, self.limits, encoders=remote.encoders)
+        self.since = time.time()
+
+    def _open(self, scheduler: CoreScheduler, observer: EngineObserver, encoders: int) -> None:
+        settings = self.settings
+        self.instances, threads = _instances_and_threads(self.artifact, self.bundle, settings)
         with ExitStack() as opened:
             options = RunOptions(threads, settings.max_memory)
             sessions = [opened.enter_context(open_session(self.artifact, options)) for _ in range(self.instances)]
+            self.session_spec = sessions[0].spec
             self.limits = _limits(sessions[0], threads, settings)
             self._warm_up(sessions)
             self._test(Predictor(self.spec, self.tokenizer, sessions[0]))
@@ -72,12 +125,11 @@ class EncoderModel(Model):
         self.engine = Engine(
             sessions,
             self.limits,
-            encoders=max(1, usable_cores() // 2),
+            encoders=encoders,
             share=scheduler.join(threads),
             observer=observer,
             max_batch_delay_s=settings.max_batch_delay / 1e6,
         )
-        self.since = time.time()
 
     @cached_property
     def default_options(self) -> Any:

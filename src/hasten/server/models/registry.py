@@ -7,7 +7,7 @@ import time
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from hasten.backends import Artifact
 from hasten.bundle import Bundle
@@ -32,16 +32,19 @@ class Model(ABC):
     # The Unix time at which the model was loaded.
     since: float
 
-    def __init__(self, name: str, bundle: Bundle, settings: Settings) -> None:
+    def __init__(self, name: str, bundle: Bundle, settings: Settings, artifact: Artifact | None = None) -> None:
+        """Open the tokenizer, and choose the variant unless it was chosen."""
         self.name = name
         self.bundle = bundle
         self.settings = settings
         self.tokenizer = bundle.tokenizer()
-        self.artifact: Artifact = (
-            require_variant(bundle, bundle.entry(settings.variant))
-            if settings.variant
-            else first_runnable_variant(bundle)
-        )
+        if artifact is None:
+            artifact = (
+                require_variant(bundle, bundle.entry(settings.variant))
+                if settings.variant
+                else first_runnable_variant(bundle)
+            )
+        self.artifact = artifact
         self.variant = self.artifact.variant
 
     @property
@@ -83,20 +86,31 @@ class Model(ABC):
         return is_done
 
 
-# Opens a bundle under a name; the third argument is the model that it will replace, if any.
-ModelLoader = Callable[[Path, str, Model | None], Model]
+class Closeable(Protocol):
+    """What a registry holds under a name."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the model."""
+
+    def close(self, drain_s: float) -> bool:
+        """Drain and close the model; return whether all requests were answered."""
+
+
+Loaded = TypeVar("Loaded", bound=Closeable)
 # The name, inode, modification time and size of every file of a bundle.
 Stamp = frozenset[tuple[str, int, int, int]]
 
 
-class ModelRegistry:
-    """The models of a server. Thread-safe; readers take no lock, since the mappings are replaced, never changed."""
+class Registry(Generic[Loaded]):
+    """Models by name. Thread-safe; readers take no lock, since the mappings are replaced, never changed."""
 
-    def __init__(self, open_model: ModelLoader, drain_s: float = 60.0) -> None:
+    def __init__(self, open_model: Callable[[Path, str, Loaded | None], Loaded], drain_s: float = 60.0) -> None:
+        """`open_model` opens a bundle under a name; its third argument is the model that it will replace, if any."""
         self._open = open_model
         # Time for a replaced or unloaded model to answer its open requests.
         self._drain_s = drain_s
-        self._models: dict[str, Model] = {}
+        self._models: dict[str, Loaded] = {}
         # Names of the models that have yet to be loaded for the first time.
         self._expected: frozenset[str] = frozenset()
         self._paths: dict[str, Path] = {}
@@ -104,10 +118,10 @@ class ModelRegistry:
         self._stamps: dict[str, Stamp | None] = {}
         self._change = threading.Lock()
 
-    def __iter__(self) -> Iterator[Model]:
+    def __iter__(self) -> Iterator[Loaded]:
         return iter(self._models.values())
 
-    def named(self, name: str) -> Model:
+    def named(self, name: str) -> Loaded:
         """Return a loaded model."""
         model = self._models.get(name)
         if model is None and name in self._expected:
@@ -117,7 +131,7 @@ class ModelRegistry:
             raise PlanError(f"model '{name}' not found", hint=f"models: {known}")
         return model
 
-    def only(self, name: str = "", is_fitting: Callable[[Model], bool] = lambda _: True) -> Model:
+    def only(self, name: str = "", is_fitting: Callable[[Loaded], bool] = lambda _: True) -> Loaded:
         """Return the model of that name or, if the name is empty, the only one that fits."""
         if name:
             return self.named(name)
@@ -136,11 +150,16 @@ class ModelRegistry:
         """Return whether all expected models are loaded."""
         return not self._expected
 
+    @property
+    def expected(self) -> frozenset[str]:
+        """Return the names of the models that have yet to be loaded for the first time."""
+        return self._expected
+
     def expect(self, names: Iterable[str]) -> None:
         """Announce models that will be loaded: requests for them fail with 503 until then."""
         self._expected = frozenset(names)
 
-    def load(self, path: Path, name: str) -> Model:
+    def load(self, path: Path, name: str) -> Loaded:
         """Load a bundle, swap it in for the model of that name, and drain the old one.
 
         If the new one cannot be opened, the old one stays.
@@ -151,7 +170,7 @@ class ModelRegistry:
             old.close(self._drain_s)
         return new
 
-    def refresh(self, path: Path, name: str) -> Model | None:
+    def refresh(self, path: Path, name: str) -> Loaded | None:
         """Load a bundle if its files differ from the latest attempt; return None if not, or if it is incomplete."""
         with self._change:
             stamp = stamp_of(path)
@@ -162,7 +181,7 @@ class ModelRegistry:
             old.close(self._drain_s)
         return new
 
-    def _replace(self, path: Path, name: str) -> tuple[Model | None, Model]:
+    def _replace(self, path: Path, name: str) -> tuple[Loaded | None, Loaded]:
         # Taken before the bundle is read, so that no change in between is missed.
         self._stamps[name] = stamp_of(path)
         old = self._models.get(name)
@@ -192,7 +211,7 @@ class ModelRegistry:
             raise PlanError(f"'{name}' is not one of this server's models", hint=f"known: {', '.join(self._paths)}")
         return path
 
-    def load_known(self, name: str) -> Model:
+    def load_known(self, name: str) -> Loaded:
         """Load a model from the path under which it was loaded or registered before."""
         return self.load(self.known_path(name), name)
 
@@ -210,6 +229,21 @@ class ModelRegistry:
         for thread in threads:
             thread.join()
         return all(done)
+
+
+# The models of a process that answers requests.
+ModelRegistry = Registry[Model]
+
+
+def fault_of(models: Iterable[Model], stall_timeout_s: float) -> str | None:
+    """Return why only a new process would serve one of these models again, or None."""
+    now = time.monotonic()
+    for model in models:
+        if model.engine.stalled_for_s(now) >= stall_timeout_s:
+            return f"a session of {model.name} has stalled"
+        if (fault := model.engine.fault()) is not None:
+            return f"{model.name}: {fault}"
+    return None
 
 
 def queue_limits(settings: Settings) -> Limits:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from hasten.core.errors import HastenError
-from hasten.server.models.registry import ModelRegistry, stamp_of
+from hasten.server.models.registry import Registry, stamp_of
 
 logger = logging.getLogger("hasten")
 
@@ -15,7 +16,7 @@ logger = logging.getLogger("hasten")
 class ReloadWatcher:
     """Reloads changed bundles. `paths` returns the current paths of the bundles by name."""
 
-    def __init__(self, models: ModelRegistry, paths: Callable[[], Mapping[str, Path]]) -> None:
+    def __init__(self, models: Registry[Any], paths: Callable[[], Mapping[str, Path]]) -> None:
         self._models = models
         self._paths = paths
         self._missing: set[str] = set()

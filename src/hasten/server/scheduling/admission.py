@@ -15,17 +15,34 @@ from hasten.server.scheduling.queue import Limits
 _DECAY = 0.9
 
 
+class PeerRequests(ABC):
+    """The open requests of a model in all processes of a server. Thread-safe."""
+
+    @abstractmethod
+    def add(self, change: int) -> None:
+        """Count requests that this process has opened or, if negative, answered."""
+
+    @abstractmethod
+    def total(self) -> int:
+        """Return the open requests of all processes."""
+
+
 class Admission(ABC):
     """Rejects requests beyond the limits."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
+        # Set if other processes serve the same model: the limit on open requests then holds for all of them together.
+        self.peers: PeerRequests | None = None
         # What one request takes on an unloaded server; 0 before any was measured.
         self._unloaded_s = 0.0
 
     def check(self, open_requests: int) -> None:
         """Raise an error if too many requests are open or another would wait too long."""
+        # The wait depends on this process alone: it measures the throughput that the others leave to it.
         wait_s, limits = self.wait_s(open_requests), self._limits
+        if self.peers is not None:
+            open_requests = self.peers.total()
         if open_requests >= limits.requests:
             reason = f"open requests: {open_requests}; the limit is {limits.requests} (--max-queue)"
         elif wait_s > limits.wait_s:

@@ -29,7 +29,8 @@ from hasten.core.tensors import Outputs, Shape, Signature, gather
 from hasten.server.request_records import RequestStats
 from hasten.server.scheduling.admission import TokenAdmission
 from hasten.server.scheduling.core_scheduler import CoreScheduler, Share
-from hasten.server.scheduling.engine_lifecycle import EngineLifecycle, deadline_exceeded, model_failure
+from hasten.server.scheduling.engine_lifecycle import EngineLifecycle, RetiredError, deadline_exceeded, model_failure
+from hasten.server.scheduling.lost_session import ReconnectingSession, SessionLostError
 from hasten.server.scheduling.queue import BatchJob, Limits, PendingRequest, Queue
 from hasten.server.scheduling.worker_pool import SessionWorker, WorkerPool
 from hasten.tasks import Encoded
@@ -38,6 +39,8 @@ logger = logging.getLogger("hasten")
 
 Answer = TypeVar("Answer")
 
+# How often a lost session is tried.
+_RECONNECT_S = 0.05
 # The row that tells a broken session from a request that makes it fail.
 _PROBE = Shape(1, 8)
 
@@ -53,6 +56,9 @@ class EncoderRequest(msgspec.Struct, Generic[Answer], eq=False):
     deadline: float | None = None
     pending: PendingRequest | None = None
     is_cancelled: bool = False
+    # As in PendingRequest.
+    on_start: Callable[[], None] | None = None
+    is_suspect: bool = False
 
 
 class EngineObserver:
@@ -83,7 +89,17 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
         self._observer = observer or EngineObserver()
         self._max_batch_delay_s = max_batch_delay_s
         self._pool = WorkerPool(self._workers, encoders, self._lock)
+        self._is_aborted = False
         self._pool.start(self._work)
+
+    def submit_encoded(self, request: EncoderRequest[Answer]) -> None:
+        """Accept a request that another process has admitted and tokenized: `encode` returns its rows at once."""
+        pending = self._pend(request, request.encode(), 0.0)
+        with self._lock:
+            if self._is_closing:
+                raise RetiredError("model is being unloaded")
+            self._open.add(request)
+            self._put(request, pending)
 
     def cancel(self, request: EncoderRequest[Answer]) -> None:
         """Drop a request whose client disconnected: queued rows do not run and their room is free at once."""
@@ -113,6 +129,8 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
 
     def _abort(self, error: HastenError) -> None:
         with self._lock:
+            self._is_aborted = True
+            self._change.notify_all()
             queued = self._queue.close()
         for pending in queued:
             self._end(pending, error)
@@ -172,37 +190,51 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
             if request.deadline is not None and begin > request.deadline:
                 raise DeadlineError("deadline exceeded before processing started")
             encoded = request.encode()
-            arrived = time.monotonic()
-            encode_s = arrived - begin
-            pending = PendingRequest(
-                encoded.batch,
-                arrived,
-                lambda outputs: self._finish(request, encoded, outputs, encode_s),
-                request.priority,
-                request.deadline,
-            )
-            if not pending.rows or 0 in pending.rows:
-                raise InputError("the input, or one of its texts, has no tokens")
+            pending = self._pend(request, encoded, time.monotonic() - begin)
             with self._lock:
-                request.pending = pending
-                pending.is_cancelled = request.is_cancelled
-                self._queue.put(pending)
-                self._admission.on_encoded(pending.tokens)
-                self._pool.wake_worker()
+                self._put(request, pending)
         except HastenError as error:
             self._answer(request, error, None)
         except BaseException as error:  # a panic of the tokenizer is not an Exception, and would end the thread
             logger.exception("a request could not be tokenized")
             self._answer(request, StageError(f"the request could not be tokenized: {type(error).__name__}"), None)
 
+    def _pend(self, request: EncoderRequest[Answer], encoded: Encoded, encode_s: float) -> PendingRequest:
+        pending = PendingRequest(
+            encoded.batch,
+            time.monotonic(),
+            lambda outputs: self._finish(request, encoded, outputs, encode_s),
+            request.priority,
+            request.deadline,
+            on_start=request.on_start,
+            is_suspect=request.is_suspect,
+        )
+        if not pending.rows or 0 in pending.rows:
+            raise InputError("the input, or one of its texts, has no tokens")
+        return pending
+
+    def _put(self, request: EncoderRequest[Answer], pending: PendingRequest) -> None:
+        """Queue the rows of a request. Caller must hold the lock."""
+        request.pending = pending
+        pending.is_cancelled = request.is_cancelled
+        self._queue.put(pending)
+        self._admission.on_encoded(pending.tokens)
+        self._pool.wake_worker()
+
     def _run(self, worker: SessionWorker, job: BatchJob, *, is_loaded: bool = False) -> None:
         tokens = job.tokens
         try:
             with self._run_on_cores(worker, tokens):
+                for part in job.slices:
+                    if part.request.on_start is not None:
+                        part.request.on_start()
                 begin = time.monotonic()
-                outputs = worker.resource.run(job.batch)
+                outputs = _run_batch(worker.resource, job)
                 seconds = time.monotonic() - begin
             parts = self._split(job, outputs)
+        except SessionLostError as error:
+            self._put_back(worker, job, error)
+            return
         except BaseException as error:
             self._isolate(worker, job, error)
             return
@@ -211,6 +243,35 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
         with self._lock:
             self._admission.on_batch(tokens, len(job.slices), seconds, is_loaded=is_loaded)
         self._guarded(lambda: self._observer.on_batch(job, seconds), "a batch could not be counted")
+
+    def _put_back(self, worker: SessionWorker, job: BatchJob, error: SessionLostError) -> None:
+        """Queue the rows of a lost batch again, and keep the worker until its session works again.
+
+        A request that ran when a session was lost runs alone from then on, and fails if the session is lost again.
+        """
+        failed: list[PendingRequest] = []
+        with self._lock:
+            worker.failure = error.message
+            for part in job.slices:
+                pending = part.request
+                if self._is_aborted or (error.was_running and pending.is_suspect):
+                    failed.append(pending)
+                elif not pending.is_over:
+                    pending.is_suspect |= error.was_running
+                    self._queue.put_back(pending, part.rows)
+            self._pool.wake_worker()
+        for pending in failed:
+            self._end(pending, _lost_error(error, is_closing=self._is_aborted))
+        logger.warning("%s: %d rows are queued again", error.message, len(job.batch))
+        assert isinstance(worker.resource, ReconnectingSession)
+        while not worker.resource.reconnect():
+            with self._lock:
+                if self._change.wait_for(self._is_over, _RECONNECT_S):
+                    return
+        worker.failure = ""
+
+    def _is_over(self) -> bool:
+        return self._is_aborted or (self._is_closing and not self._open)
 
     def _isolate(self, worker: SessionWorker, job: BatchJob, error: BaseException) -> None:
         """Run a failed batch again split in two until the request at fault is alone, if the session still works."""
@@ -318,6 +379,18 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
             self._release(request)
         if not request.is_cancelled:
             self._guarded(lambda: request.on_done(answer, stats), "an answer could not be delivered")
+
+
+def _run_batch(session: Session, job: BatchJob) -> Outputs:
+    if job.slices[0].request.is_suspect and isinstance(session, ReconnectingSession):
+        return session.run_alone(job.batch)
+    return session.run(job.batch)
+
+
+def _lost_error(error: SessionLostError, *, is_closing: bool) -> HastenError:
+    if is_closing:
+        return error
+    return StageError("the engine process ended twice while it ran this request")
 
 
 def _drop_error(pending: PendingRequest) -> HastenError:

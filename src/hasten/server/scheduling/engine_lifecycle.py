@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any, Generic, TypeVar
 
 from hasten.backends import Decoder, Session
 from hasten.core.errors import DeadlineError, HastenError, ServeError, StageError, UnavailableError
-from hasten.server.scheduling.admission import Admission
+from hasten.server.scheduling.admission import Admission, PeerRequests
 from hasten.server.scheduling.core_scheduler import Share
 
 logger = logging.getLogger("hasten")
@@ -43,6 +44,8 @@ class EngineWorker(Generic[Resource]):
     """A thread and the session or decoder that it owns."""
 
     resource: Resource
+    # Whether another process runs its batches: that process is watched, and replaced if it stalls or breaks.
+    is_remote: bool = False
     thread: threading.Thread = field(init=False)
     # When the thread took the batch or step that it runs or waits to run; None while it is idle.
     busy_since: float | None = field(init=False, default=None)
@@ -78,6 +81,10 @@ class EngineLifecycle(ABC, Generic[Request]):
         # Of recent batches or steps: tokens and seconds.
         self._timed_tokens = self._timed_s = 0.0
 
+    def count_with(self, peers: PeerRequests) -> None:
+        """Count open requests together with other processes that serve this model; call before the first request."""
+        self._admission.peers = peers
+
     def submit(self, request: Request) -> None:
         """Accept a request, or raise an error if the engine is closing or overloaded."""
         with self._lock:
@@ -85,6 +92,8 @@ class EngineLifecycle(ABC, Generic[Request]):
                 raise RetiredError("model is being unloaded")
             self._admission.check(len(self._open))
             self._open.add(request)
+            if self._admission.peers is not None:
+                self._admission.peers.add(1)
             self._enqueue(request)
 
     @abstractmethod
@@ -107,6 +116,8 @@ class EngineLifecycle(ABC, Generic[Request]):
         """
         starts = []
         for worker in self._workers:
+            if worker.is_remote:
+                continue
             since, until = worker.busy_since, worker.allowed_until
             if since is not None:
                 starts.append(max(since, self._share.scheduler.allowed_until) if until is None else until)
@@ -174,11 +185,14 @@ class EngineLifecycle(ABC, Generic[Request]):
         return not worker.failure
 
     def _await_recovery(self, worker: EngineWorker[Any]) -> None:
-        """Try a session that failed on its warm-up row again; it is broken if that fails to the end."""
-        for delay_s in () if worker.is_broken else _RETRY_S:
+        """Try a session that failed on its warm-up row again; it is broken if that fails to the end.
+
+        A remote session is tried until it works or is lost: its process knows whether it is broken, and ends.
+        """
+        for delay_s in () if worker.is_broken else cycle(_RETRY_S) if worker.is_remote else _RETRY_S:
             with self._lock:
-                self._change.wait_for(lambda: self._is_closing, delay_s)
-            if self._works(worker):
+                is_closing = self._change.wait_for(lambda: self._is_closing, delay_s)
+            if self._works(worker) or (is_closing and worker.is_remote):
                 return
         worker.is_broken = True
 
@@ -213,7 +227,10 @@ class EngineLifecycle(ABC, Generic[Request]):
 
     def _release(self, request: Request) -> None:
         """Count a request as answered. Caller must hold the lock."""
-        self._open.discard(request)
+        if request in self._open:
+            self._open.remove(request)
+            if self._admission.peers is not None:
+                self._admission.peers.add(-1)
         if self._is_closing and not self._open:
             self._wake()
 

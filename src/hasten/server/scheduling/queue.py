@@ -62,6 +62,10 @@ class PendingRequest(msgspec.Struct, eq=False):
     # Indices of the queued rows by length, and the request's number in order of arrival.
     rows: dict[int, list[int]] = {}
     order: int = 0
+    # Called before a batch with rows of this request runs.
+    on_start: Callable[[], None] | None = None
+    # Whether the process of a session ended while it ran rows of this request: they then run without other requests.
+    is_suspect: bool = False
 
     def __post_init__(self) -> None:
         lengths = self.batch.lengths.tolist()
@@ -155,6 +159,15 @@ class Queue:
         self._rows += request.missing
         self.tokens += request.tokens
 
+    def put_back(self, request: PendingRequest, rows: IntArray) -> None:
+        """Queue rows of a request again whose batch was lost; the request keeps its place in the order of arrival."""
+        for index, length in zip(rows.tolist(), request.batch.lengths[rows].tolist(), strict=True):
+            request.rows.setdefault(length, []).append(index)
+            self._by_length.setdefault(length, {})[request.order] = request
+            self._rows += 1
+            self.tokens += length
+        self._requests = dict(sorted({**self._requests, request.order: request}.items()))
+
     def take(self, now: float) -> BatchJob | None:
         """Return the next batch; None if the queue is empty. Expired and cancelled requests go to `dropped`."""
         self.drop(now)
@@ -221,7 +234,9 @@ class Queue:
         chosen: list[_QueuedRow] = []
         longest = tokens = 0
         for row in self._by_distance() if is_padded else self._in_order():
-            length = row[1]
+            request, length, _ = row
+            if chosen and request is not chosen[0][0] and (request.is_suspect or chosen[0][0].is_suspect):
+                continue
             width, count = max(longest, length), len(chosen) + 1
             cost = width * count if is_padded else tokens + length
             padding = cost - tokens - length

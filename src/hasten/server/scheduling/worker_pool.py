@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from hasten.backends import Session
 from hasten.server.scheduling.engine_lifecycle import EngineWorker
+from hasten.server.scheduling.lost_session import ReconnectingSession
 
 Task = Callable[[], None]
 
@@ -20,8 +21,13 @@ class SessionWorker(EngineWorker[Session]):
     """A worker thread, its session, and the condition that wakes it."""
 
     def __init__(self, session: Session, lock: threading.Lock) -> None:
-        super().__init__(session)
+        super().__init__(session, isinstance(session, ReconnectingSession))
         self.wake = threading.Condition(lock)
+
+    @property
+    def load(self) -> int:
+        """Return the tokens in flight in the process of a remote session."""
+        return self.resource.load if isinstance(self.resource, ReconnectingSession) else 0
 
 
 class WorkerPool:
@@ -37,6 +43,7 @@ class WorkerPool:
         self._idle: list[SessionWorker] = []
         self.tasks: deque[Task] = deque()
         self._is_dismissed = False
+        self._is_remote = any(worker.is_remote for worker in workers)
 
     def start(self, work: Callable[[SessionWorker], None]) -> None:
         """Start all threads; each worker's thread ends when `work` returns."""
@@ -70,11 +77,14 @@ class WorkerPool:
             self._idle.remove(worker)
 
     def wake_worker(self) -> bool:
-        """Wake an idle worker; return whether there was one."""
-        if self._idle:
-            self._idle.pop().wake.notify()
-            return True
-        return False
+        """Wake an idle worker, if they are remote that of the least loaded process; return whether there was one."""
+        if not self._idle:
+            return False
+        # The first minimum is the worker that was busy last.
+        worker = min(reversed(self._idle), key=lambda idle: idle.load) if self._is_remote else self._idle[-1]
+        self._idle.remove(worker)
+        worker.wake.notify()
+        return True
 
     def wake_all(self) -> None:
         """Wake all threads."""

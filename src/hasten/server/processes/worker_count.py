@@ -1,0 +1,41 @@
+"""How many processes answer clients."""
+
+from __future__ import annotations
+
+from hasten.bundle import Bundle, open_bundle
+from hasten.core.system.hardware import this_machine, usable_cores
+from hasten.core.variant import CPU
+from hasten.predictor import first_runnable_variant
+from hasten.server.processes.fleet import require_encoder
+from hasten.server.settings import Settings
+from hasten.server.startup import bundle_paths
+
+_MAX_WORKERS = 8
+
+
+def count_workers(settings: Settings) -> int:
+    """Return the number of API workers; 1 means a single process without engine processes.
+
+    By default there are several if a model runs on a GPU: then Python, not the model, limits the throughput
+    (docs/decisions/processes.md).
+    """
+    if settings.workers == 1:
+        return 1
+    bundles = [open_bundle(path) for path in bundle_paths(settings).values()]
+    if settings.workers is not None:
+        for bundle in bundles:
+            require_encoder(bundle)
+        return settings.workers
+    if any(bundle.manifest.generation is not None for bundle in bundles):
+        return 1
+    if not any(_runs_on_gpu(bundle, settings) for bundle in bundles):
+        return 1
+    return max(1, min(_MAX_WORKERS, usable_cores() // 2))
+
+
+def _runs_on_gpu(bundle: Bundle, settings: Settings) -> bool:
+    if settings.variant is not None:
+        return bundle.entry(settings.variant).variant.device != CPU
+    if not this_machine().gpus or all(entry.variant.device == CPU for entry in bundle.manifest.variants):
+        return False  # the common case needs no probe of a runtime
+    return first_runnable_variant(bundle).variant.device != CPU
