@@ -165,7 +165,7 @@ def variants(bundle: Bundle, batch: int, tokens: int) -> list[tuple[str, Run]]:
             ids = np.random.default_rng(0).integers(1000, 20_000, batch * tokens).astype(np.int32)
             values = {spec.name: np.zeros_like(ids) for spec in session.spec.signature.inputs} | {"input_ids": ids}
             values.pop("attention_mask", None)
-            rows = Batch(np.full(batch, tokens), values)
+            rows = Batch(values, np.full(batch, tokens))
             found.append((entry.name, lambda session=session, rows=rows: session.run(rows)))
     return found
 
