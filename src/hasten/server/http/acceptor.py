@@ -24,10 +24,10 @@ _MAX_ACCEPTED_PER_ITERATION = 64
 _BACKLOG = 2048
 # Pause after an error that only time repairs, such as too many open files.
 _ERROR_PAUSE_S = 1.0
-# How long a process leaves waiting connections to others that have fewer, and how often in a row: one of them may be
-# stalled.
+# How long a process leaves waiting connections to others that have fewer, and how often in a row: then it accepts a
+# batch, since one of the others may be stalled.
 _TURN_PAUSE_S = 0.001
-_MAX_TURN_PAUSES = 5
+_MAX_TURN_PAUSES = 20
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
@@ -141,6 +141,7 @@ class Acceptor:
             task = self._loop.create_task(self._open(client))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
+        self._pauses = 0
         return True
 
     async def _open(self, client: socket.socket) -> None:
