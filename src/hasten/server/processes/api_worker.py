@@ -95,10 +95,10 @@ class ApiWorker:
                 await self._configure(request)
             case PrepareModel(version=version, column=column):
                 await self._in_thread(lambda: self._models.prepare(version, column))
+                freeze_objects()
                 return ModelLoaded()
             case SwapModel(version=version):
                 self._models.swap(version)
-                freeze_objects()
             case RetireModel(version=version, drain_s=drain_s):
                 await self._in_thread(lambda: self._models.retire(version, drain_s))
             case ReadStatus():
