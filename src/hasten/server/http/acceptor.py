@@ -61,14 +61,20 @@ def reserve(host: str, port: int) -> socket.socket:
     It does not listen, so that the kernel gives it no connections.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, _, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         # Two servers of one user could share the port by mistake: it must be free of others that listen.
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
         reserved = socket.socket(family, kind)
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind(address)
+        try:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            reserved.bind(address)
+        except OSError:
+            reserved.close()
+            raise
     except OSError as error:
         hint = "choose another port with --grpc-port"
         raise UnavailableError(f"cannot listen on {bracketed(host)}:{port}", hint=hint) from error
