@@ -167,10 +167,15 @@ def is_busy(server: Running, port: int) -> bool:
 
 def metrics(server: Running, port: int) -> dict[tuple[str, tuple[str, ...]], float]:
     """Scrape the metrics and return the samples by name and labels."""
-    from prometheus_client.parser import text_string_to_metric_families
-
     status, text = server.ask("/metrics", port=port)
     assert status == 200
+    return parsed_metrics(text)
+
+
+def parsed_metrics(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Return the samples of a scrape by name and labels."""
+    from prometheus_client.parser import text_string_to_metric_families
+
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return {(sample.name, tuple(sample.labels.values())): sample.value for sample in samples}
 

@@ -61,6 +61,8 @@ def _serve(settings: Settings, args: argparse.Namespace) -> int:
     for name in ("replicas", "gpus", "max_models", "address", "write_config"):
         if not uses_ray and getattr(settings, name) is not None:
             raise PlanError(f"{flag(name)} needs Ray Serve", hint="add --runner ray")
+    if uses_ray and settings.workers is not None:
+        raise PlanError("--workers has no effect with Ray Serve", hint="use --replicas")
     from hasten.cli import console
     from hasten.server.frontend import Addresses
 

@@ -94,7 +94,7 @@ class Frontend:
     async def drain(self, timeout_s: float) -> bool:
         """Close the sockets, answer the requests of open connections with `connection: close`, and close the models.
 
-        Return False if work is left that nobody waits for.
+        Return False if work is left that no client waits for.
         """
         begin = time.monotonic()
         until = begin + timeout_s

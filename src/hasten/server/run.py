@@ -23,7 +23,6 @@ from hasten.server.frontend import (
 )
 from hasten.server.http.acceptor import bracketed, listen
 from hasten.server.models.reload import ReloadWatcher
-from hasten.server.processes.supervisor import supervise
 from hasten.server.processes.worker_count import count_workers
 from hasten.server.settings import Settings
 from hasten.server.startup import (
@@ -49,6 +48,8 @@ def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: No
 
     allow_connections()
     if (workers := count_workers(settings)) > 1:
+        from hasten.server.processes.supervisor import supervise
+
         asyncio.run(supervise(settings, workers, on_ready))
         return
     app = make_app(settings)

@@ -107,7 +107,7 @@ def load_models(app: App, settings: Settings) -> None:
 
 
 def freeze_objects() -> None:
-    """Exempt all objects from garbage collection: they live as long as the process.
+    """Exclude all present objects from garbage collection: they live as long as the process.
 
     Collecting them again would stop all threads at each large request.
     """

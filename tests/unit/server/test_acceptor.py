@@ -88,7 +88,7 @@ def test_process_leaves_connections_to_others_but_not_for_long() -> None:
         acceptor.close()
         return asked
 
-    assert 5 < asyncio.run(asyncio.wait_for(serve(), 20)) < 10
+    assert 20 < asyncio.run(asyncio.wait_for(serve(), 20)) < 30
 
 
 def test_host_with_several_addresses_listens_on_one_port() -> None:

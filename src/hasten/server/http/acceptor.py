@@ -24,10 +24,10 @@ _MAX_ACCEPTED_PER_ITERATION = 64
 _BACKLOG = 2048
 # Pause after an error that only time repairs, such as too many open files.
 _ERROR_PAUSE_S = 1.0
-# How long a process leaves waiting connections to others that have fewer, and how often in a row: one of them may be
-# stalled.
+# How long a process leaves waiting connections to others that have fewer, and how often in a row: then it accepts a
+# batch, since one of the others may be stalled.
 _TURN_PAUSE_S = 0.001
-_MAX_TURN_PAUSES = 5
+_MAX_TURN_PAUSES = 20
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
@@ -61,14 +61,20 @@ def reserve(host: str, port: int) -> socket.socket:
     It does not listen, so that the kernel gives it no connections.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, _, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         # Two servers of one user could share the port by mistake: it must be free of others that listen.
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
         reserved = socket.socket(family, kind)
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind(address)
+        try:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            reserved.bind(address)
+        except OSError:
+            reserved.close()
+            raise
     except OSError as error:
         hint = "choose another port with --grpc-port"
         raise UnavailableError(f"cannot listen on {bracketed(host)}:{port}", hint=hint) from error
@@ -141,6 +147,7 @@ class Acceptor:
             task = self._loop.create_task(self._open(client))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
+        self._pauses = 0
         return True
 
     async def _open(self, client: socket.socket) -> None:

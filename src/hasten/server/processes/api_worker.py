@@ -46,6 +46,8 @@ Result = TypeVar("Result")
 # Models that open, drain and close at once.
 _THREADS = 8
 _PUBLISH_S = 0.02
+# Time for the parent to collect the metrics of all processes.
+_METRICS_S = 10.0
 
 
 class WorkerApp(App):
@@ -61,7 +63,7 @@ class WorkerApp(App):
         return self.is_ready and self.is_server_ready
 
     def render_metrics(self) -> bytes:
-        return self.channel.call_from_thread(ReadMetrics(), MetricsText).text
+        return self.channel.call_from_thread(ReadMetrics(), MetricsText, _METRICS_S).text
 
     def status(self) -> Status:
         """Return the state of this process alone."""
@@ -95,10 +97,10 @@ class ApiWorker:
                 await self._configure(request)
             case PrepareModel(version=version, column=column):
                 await self._in_thread(lambda: self._models.prepare(version, column))
+                freeze_objects()
                 return ModelLoaded()
             case SwapModel(version=version):
                 self._models.swap(version)
-                freeze_objects()
             case RetireModel(version=version, drain_s=drain_s):
                 await self._in_thread(lambda: self._models.retire(version, drain_s))
             case ReadStatus():

@@ -44,7 +44,7 @@ async def end_with_parent(channel: ControlChannel) -> None:
 
 
 async def remove_after_parent(directory: Path, parent: int) -> None:
-    """Remove the parent's temporary directory if it has died, which leaves nobody else to do it."""
+    """Remove the parent's temporary directory if the parent has died."""
     until = time.monotonic() + _PARENT_EXIT_S
     while os.getppid() == parent and time.monotonic() < until:
         await asyncio.sleep(0.01)

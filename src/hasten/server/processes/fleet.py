@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hasten.bundle import Bundle, open_bundle
-from hasten.core.errors import HastenError, PlanError
+from hasten.bundle import open_bundle
+from hasten.core.errors import HastenError
 from hasten.server.processes.control import (
     ChannelClosedError,
     Done,
@@ -25,6 +25,7 @@ from hasten.server.processes.control import (
 )
 from hasten.server.processes.shared_counters import MAX_MODELS
 from hasten.server.processes.supervised import SupervisedChild
+from hasten.server.processes.worker_count import require_encoder
 
 logger = logging.getLogger("hasten")
 
@@ -144,15 +145,6 @@ class Fleet:
                 if isinstance(failure, HastenError) and not isinstance(failure, ChannelClosedError):
                     logger.error("%s was not removed completely: %s", version.name, failure)
         self._held.remove(version)
-
-
-def require_encoder(bundle: Bundle) -> None:
-    """Raise if a bundle holds a generative model, which only a server of one process serves."""
-    if bundle.manifest.generation is not None:
-        raise PlanError(
-            f"{bundle.path.name} generates text, and several processes serve only encoder models",
-            hint="use --workers 1",
-        )
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -11,10 +11,11 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from hasten.core.errors import HastenError, PlanError, StageError
 from hasten.server.credentials import Credentials
@@ -45,11 +46,15 @@ from hasten.server.startup import EXIT_FAULT, FAULT_LINGER_S, bundle_paths, unlo
 
 logger = logging.getLogger("hasten")
 
+Result = TypeVar("Result")
+
 _WORKER, _ENGINE = "hasten.server.processes.api_worker", "hasten.server.processes.engine_main"
 # Time for a process to answer with its metrics; then its latest ones count.
 _METRICS_S = 2.0
 # Time for a process to report that it has drained, beyond the time in which it drains.
 _REPLY_S = 5.0
+# Changes of models that may wait at once for replaced and unloaded ones to drain.
+_CONTROL_THREADS = 4
 # How often processes that start are checked for errors.
 _START_CHECK_S = 0.05
 # Time for processes to end after the server has drained.
@@ -72,7 +77,8 @@ class Supervisor:
         self._health = SetHealth(is_alive=True, is_ready=False)
         self._changed, self._stopping = asyncio.Event(), asyncio.Event()
         self._is_loaded = False
-        self._reloading = 0
+        self._changes = 0
+        self._threads = ThreadPoolExecutor(_CONTROL_THREADS, "control")
         self._tasks: set[asyncio.Task[None]] = set()
         max_silence_s = max(settings.stall_timeout, 1.0)
         self._engines = [
@@ -220,7 +226,7 @@ class Supervisor:
             case ReadMetrics():
                 return MetricsText(await self._read_metrics())
             case ChangeModel(action=action, name=name):
-                await asyncio.to_thread(self._change_model, action, name)
+                await self._change(partial(self._change_model, action, name))
                 return Done()
         raise StageError(f"the parent does not answer {type(request).__name__}")
 
@@ -283,11 +289,15 @@ class Supervisor:
     async def _reload(self, changes: ReloadWatcher) -> int:
         if not self._is_loaded or self._stopping.is_set():
             return 0
-        self._reloading += 1
+        return await self._change(changes.reload)
+
+    async def _change(self, work: Callable[[], Result]) -> Result:
+        """Change the models on a thread, which may wait until replaced ones are drained."""
+        self._changes += 1
         try:
-            return await asyncio.to_thread(changes.reload)
+            return await self._loop.run_in_executor(self._threads, work)
         finally:
-            self._reloading -= 1
+            self._changes -= 1
 
     async def _reload_every(self, changes: ReloadWatcher, seconds: float) -> None:
         while True:
@@ -330,7 +340,7 @@ class Supervisor:
         until = time.monotonic() + _EXIT_S
         while any(child.is_running for child in self._children) and time.monotonic() < until:
             await asyncio.sleep(0.005)
-        if self._reloading:
+        if self._changes:
             self._exit(0)  # a thread waits for processes that have ended
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hasten.bundle import Bundle, open_bundle
+from hasten.core.errors import PlanError
 from hasten.core.system.hardware import this_machine, usable_cores
 from hasten.core.variant import CPU
 from hasten.predictor import first_runnable_variant
-from hasten.server.processes.fleet import require_encoder
 from hasten.server.settings import Settings
 from hasten.server.startup import bundle_paths
 
@@ -19,6 +19,13 @@ def count_workers(settings: Settings) -> int:
     By default there are several if a model runs on a GPU: then Python, not the model, limits the throughput
     (docs/decisions/processes.md).
     """
+    workers = _count(settings)
+    if workers == 1 and settings.engines > 1:
+        raise PlanError(f"--engines {settings.engines} needs several API workers", hint="add --workers 2 or more")
+    return workers
+
+
+def _count(settings: Settings) -> int:
     if settings.workers == 1:
         return 1
     bundles = [open_bundle(path) for path in bundle_paths(settings).values()]
@@ -31,6 +38,15 @@ def count_workers(settings: Settings) -> int:
     if not any(_runs_on_gpu(bundle, settings) for bundle in bundles):
         return 1
     return max(1, min(_MAX_WORKERS, usable_cores() // 2))
+
+
+def require_encoder(bundle: Bundle) -> None:
+    """Raise if a bundle holds a generative model, which only a server of one process serves."""
+    if bundle.manifest.generation is not None:
+        raise PlanError(
+            f"{bundle.path.name} generates text, and several processes serve only encoder models",
+            hint="use --workers 1",
+        )
 
 
 def _runs_on_gpu(bundle: Bundle, settings: Settings) -> bool:
