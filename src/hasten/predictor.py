@@ -136,14 +136,17 @@ class Predictor(Closing):
             running.append(encoded)
             return encoded.batch
 
-        with self._lock, closing(map_ahead(encode, chunks, _PIPELINED_ENCODERS)) as encoded_chunks:
-            with closing(session.run_many(map(start, encoded_chunks))) as results:
-                for outputs in results:
-                    encoded = running.popleft()
-                    check_counts(outputs, encoded.batch, self.session.spec.signature)
-                    if on_batch is not None:
-                        on_batch(len(encoded.batch))
-                    yield encoded, outputs
+        with (
+            self._lock,
+            closing(map_ahead(encode, chunks, _PIPELINED_ENCODERS)) as encoded_chunks,
+            closing(session.run_many(map(start, encoded_chunks))) as results,
+        ):
+            for outputs in results:
+                encoded = running.popleft()
+                check_counts(outputs, encoded.batch, self.session.spec.signature)
+                if on_batch is not None:
+                    on_batch(len(encoded.batch))
+                yield encoded, outputs
 
     def _answer_in_chunks(
         self, items: Sequence[Any], chunks: Sequence[range], options: Any
