@@ -15,7 +15,7 @@ _TOKENS, _ROWS = 8192, 256
 
 
 def main(path: str, variant: str, sentence: str, paragraph: str, begin: str) -> None:
-    """Go through the stages one by one."""
+    """Run the stages one by one and print their seconds."""
     stages = {"interpreter": _STARTED - float(begin)}
     last = time.perf_counter()
 

@@ -226,6 +226,20 @@ class SupportsBuckets(Protocol):
 
 
 @runtime_checkable
+class PreparesBuckets(SupportsBuckets, Protocol):
+    """An optional capability of sessions with buckets: a batch can run in a larger bucket than its own."""
+
+    # Whether batches run in the smallest prepared bucket that holds them, rather than prepare their own.
+    uses_larger_buckets: bool
+
+    def prepare(self, batch: Batch) -> None:
+        """Prepare the bucket of a batch, unless it is prepared."""
+
+    def covering_samples(self, tokens: int, rows: int) -> Sequence[Batch]:
+        """Return batches of few buckets that hold every batch up to this number of tokens and rows."""
+
+
+@runtime_checkable
 class SupportsPipelining(Protocol):
     """An optional capability of sessions that overlap batches: the host prepares and reads some while others compute.
 

@@ -103,6 +103,7 @@ class FusedSession(Session):
         self._slots = [self._new_slot()]
         self.spec = SessionSpec(artifact.signature, Layout.PACKED, artifact.variant.device, _precision(weights).value)
         self._is_closed = False
+        self.uses_larger_buckets = False
         self._picks_masks = MASKS in artifact.signature.outputs[0].shape
         # Cached, since asking a tensor for its length is slow and every batch needs it.
         self._table_rows = {
@@ -115,7 +116,7 @@ class FusedSession(Session):
             (outputs,) = self.run_many([batch])
             return outputs
         with translate_torch_errors(f"a batch of {len(batch)} failed"):
-            return self._outputs(self.slot.replay(*self._bucket_and_fill(batch, batch.tokens)), batch)
+            return self._outputs(self.slot.replay(*self._bucket_and_fill(batch, self.slot.replay)), batch)
 
     def run_many(self, batches: Iterable[Batch]) -> Generator[Outputs, None, None]:
         """Yield the outputs of each batch, in order, with two parts of them in flight across all batches."""
@@ -165,6 +166,18 @@ class FusedSession(Session):
         from hasten.kernels.warmup_batches import samples
 
         return samples(tokens, rows, self.spec.signature)[:MAX_GRAPHS]
+
+    def covering_samples(self, tokens: int, rows: int) -> Sequence[Batch]:
+        from hasten.kernels.warmup_batches import covering_samples
+
+        return covering_samples(tokens, rows, self.spec.signature)
+
+    def prepare(self, batch: Batch) -> None:
+        uses_larger_buckets, self.uses_larger_buckets = self.uses_larger_buckets, False
+        try:
+            self.run(batch)
+        finally:
+            self.uses_larger_buckets = uses_larger_buckets
 
     def close(self) -> None:
         """Free the GPU memory now: the garbage collector does not know about it."""
@@ -220,7 +233,7 @@ class FusedSession(Session):
                 if len(in_flight) == _SLOTS:
                     yield finish_first()
                 with translate_torch_errors(f"a batch of {rows} failed"):
-                    slot.replay.start(*self._bucket_and_fill(part, part.tokens))
+                    slot.replay.start(*self._bucket_and_fill(part, slot.replay))
                 in_flight.append((slot, part, rows))
             while in_flight:
                 yield finish_first()
@@ -254,14 +267,16 @@ class FusedSession(Session):
         replay = GraphReplay(partial(self._compute, encoder), self._device)
         return PipelineSlot(encoder, cublaslt, replay, is_tuned=tuning is not None)
 
-    def _bucket_and_fill(self, batch: Batch, tokens: int) -> tuple[Bucket, Fill]:
+    def _bucket_and_fill(self, batch: Batch, replay: GraphReplay) -> tuple[Bucket, Fill]:
         from hasten.kernels.cuda.packed_buckets import Bucket
         from hasten.kernels.packing import pack, row_positions
 
         masks = None
         if self._picks_masks:
             masks = np.flatnonzero(batch.values["input_ids"] == self.spec.signature.mask_id)
-        bucket = Bucket.of(tokens, len(batch), None if masks is None else len(masks))
+        bucket = Bucket.of(batch.tokens, len(batch), None if masks is None else len(masks))
+        if self.uses_larger_buckets:
+            bucket = replay.smallest_holding(bucket)
         offset = self._metadata.geometry.position_offset
         positions = row_positions(batch, offset)
         fill = partial(pack, batch=batch, bucket=bucket, position_offset=offset, positions=positions, picked=masks)
