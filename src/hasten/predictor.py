@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, closing
 from functools import cached_property
 from typing import Any
 
-from hasten.backends import BACKENDS, Artifact, RunOptions, Session
+from hasten.backends import BACKENDS, Artifact, RunOptions, Session, SupportsPipelining
 from hasten.bounded_session import BoundedSession
 from hasten.bundle import Bundle, VariantEntry
-from hasten.core.batching import batch_by_length
-from hasten.core.errors import HastenError, UnsupportedError, translate_mismatch
+from hasten.core.batching import MAX_ROWS, batch_by_length, batch_in_order, growing_chunks
+from hasten.core.errors import HastenError, InputError, UnsupportedError, translate_mismatch
 from hasten.core.system.closing import Closing
 from hasten.core.system.cpu_targets import incompatibility
 from hasten.core.system.hardware import this_machine
+from hasten.core.system.map_ahead import map_ahead
 from hasten.core.system.memory_limit import MemoryLimit
 from hasten.core.tensors import Batch, IntArray, Outputs, check_counts, gather
 from hasten.core.text.tokenizer import Tokenizer
@@ -24,6 +26,13 @@ from hasten.core.variant import CPU, Support
 from hasten.tasks import TASKS, Encoded, TaskSpec
 
 logger = logging.getLogger("hasten")
+
+# Items that are encoded at a time: enough rows to batch by length, few enough to bound the memory.
+_CHUNK_ITEMS = 4096
+# The same for pipelined sessions; the first chunk is small, so that the session starts early.
+_FIRST_PIPELINED_ITEMS, _PIPELINED_ITEMS = 256, 1024
+# While one call of the tokenizer uses all cores, another converts its results, which takes one core.
+_PIPELINED_ENCODERS = 2
 
 
 class Predictor(Closing):
@@ -44,11 +53,17 @@ class Predictor(Closing):
         if payload is None and any(name in arguments for name in self.task.fields):
             payload = {name: arguments.pop(name) for name in self.task.fields if name in arguments}
         options = self.task.options(self.spec, arguments) if arguments else self.default_options
-        encoded = self.task.encode(self.task.parse(payload), self.tokenizer, options)
-        if encoded.truncated:
-            logger.warning("%s", describe_truncation(encoded, self.tokenizer.spec.max_length))
+        items = self.task.parse(payload)
+        chunks = self.chunks(len(items))
+        encoded = self.task.encode(items, self.tokenizer, options) if len(chunks) == 1 else None
         with translate_mismatch(f"the model does not fit its task, {self.spec.name}"):
-            answers = self.task.decode(self.outputs(encoded), encoded, options)
+            if encoded is None:
+                answers, truncated = self._answer_in_chunks(items, chunks, options)
+            else:
+                answers = self.task.decode(self.outputs(encoded), encoded, options)
+                truncated = truncated_items(encoded)
+        if truncated:
+            logger.warning("%s", describe_truncation(truncated, self.tokenizer.spec.max_length))
         return self.task.present(payload, answers, options)
 
     @cached_property
@@ -65,15 +80,94 @@ class Predictor(Closing):
     ) -> Outputs:
         """Return raw outputs in the order of the rows; without `groups`, rows of similar length run together."""
         batch, signature = encoded.batch, self.session.spec.signature
-        groups = batch_by_length(batch.lengths) if groups is None else groups
+        if groups is None:
+            # A pipelined session splits a batch of any size by itself.
+            is_pipelined = isinstance(self.session, SupportsPipelining)
+            groups = batch_in_order(len(batch), len(batch)) if is_pipelined else batch_by_length(batch.lengths)
         if len(groups) == 1:  # one batch runs in the order of its rows, so there is nothing to gather
             outputs = self._run(batch, on_batch)
             check_counts(outputs, batch, signature)
             return outputs
         return gather([(rows, self._run(batch.take(rows), on_batch)) for rows in groups], batch, signature)
 
+    def chunks(self, items: int) -> list[range]:
+        """Split items into chunks for `run_in_chunks`."""
+        if isinstance(self.session, SupportsPipelining):
+            return growing_chunks(items, _FIRST_PIPELINED_ITEMS, _PIPELINED_ITEMS)
+        return growing_chunks(items, _CHUNK_ITEMS, _CHUNK_ITEMS)
+
+    def run_in_chunks(
+        self,
+        chunks: Iterable[range],
+        encode: Callable[[range], Encoded],
+        *,
+        max_rows: int = MAX_ROWS,
+        on_batch: Callable[[int], None] | None = None,
+    ) -> Generator[tuple[Encoded, Outputs], None, None]:
+        """Yield the rows and raw outputs of each chunk, in order; only a few chunks are in memory at a time.
+
+        `encode` runs on threads, ahead of the session, unless the session itself uses the CPU. Close the iterator to
+        stop earlier than at its end. `max_rows` bounds the batches of sessions that are not pipelined.
+        """
+        session = self.session
+        if isinstance(session, SupportsPipelining):
+            yield from self._run_pipelined(session, chunks, encode, on_batch)
+            return
+        # A CPU session has a thread on every core: tokenizing at the same time slows down each of its matmuls.
+        encoders = 0 if session.spec.device == CPU else 1
+        with closing(map_ahead(encode, chunks, encoders)) as encoded_chunks:
+            for encoded in encoded_chunks:
+                groups = batch_by_length(encoded.batch.lengths, max_rows=max_rows)
+                yield encoded, self.outputs(encoded, groups=groups, on_batch=on_batch)
+
     def close(self) -> None:
         self.session.close()
+
+    def _run_pipelined(
+        self,
+        session: SupportsPipelining,
+        chunks: Iterable[range],
+        encode: Callable[[range], Encoded],
+        on_batch: Callable[[int], None] | None,
+    ) -> Generator[tuple[Encoded, Outputs], None, None]:
+        running: deque[Encoded] = deque()
+
+        def start(encoded: Encoded) -> Batch:
+            running.append(encoded)
+            return encoded.batch
+
+        with (
+            self._lock,
+            closing(map_ahead(encode, chunks, _PIPELINED_ENCODERS)) as encoded_chunks,
+            closing(session.run_many(map(start, encoded_chunks))) as results,
+        ):
+            for outputs in results:
+                encoded = running.popleft()
+                check_counts(outputs, encoded.batch, self.session.spec.signature)
+                if on_batch is not None:
+                    on_batch(len(encoded.batch))
+                yield encoded, outputs
+
+    def _answer_in_chunks(
+        self, items: Sequence[Any], chunks: Sequence[range], options: Any
+    ) -> tuple[list[Any], set[int]]:
+        """Return one answer per item, and the items that were truncated."""
+
+        def encode(chunk: range) -> Encoded:
+            try:
+                return self.task.encode(items[chunk.start : chunk.stop], self.tokenizer, options)
+            except InputError:
+                # The position of an invalid item in the message counts from the first item of all.
+                self.task.encode(items[: chunk.stop], self.tokenizer, options)
+                raise
+
+        answers: list[Any] = []
+        truncated: set[int] = set()
+        with closing(self.run_in_chunks(chunks, encode)) as results:
+            for encoded, outputs in results:
+                truncated |= {len(answers) + item for item in truncated_items(encoded)}
+                answers += self.task.decode(outputs, encoded, options)
+        return answers, truncated
 
     def _run(self, batch: Batch, on_batch: Callable[[int], None] | None) -> Outputs:
         with self._lock:
@@ -83,10 +177,15 @@ class Predictor(Closing):
         return outputs
 
 
-def describe_truncation(encoded: Encoded, max_length: int) -> str:
+def truncated_items(encoded: Encoded) -> set[int]:
+    """Return the items of which a row was truncated."""
+    return {int(encoded.item_of_row[row]) for row in encoded.truncated}
+
+
+def describe_truncation(items: set[int], max_length: int) -> str:
     """Return the warning about truncated texts."""
-    numbers = sorted({int(encoded.item_of_row[row]) + 1 for row in encoded.truncated})
-    subject = f"text {numbers[0]} was" if len(numbers) == 1 else f"{len(numbers)} texts (first: {numbers[0]}) were"
+    first = min(items) + 1
+    subject = f"text {first} was" if len(items) == 1 else f"{len(items)} texts (first: {first}) were"
     return f"{subject} truncated to the model's limit of {max_length} tokens"
 
 

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
@@ -17,7 +18,6 @@ from hasten.auto_build import bundle_for, name_of_model, variant_of
 from hasten.backends import RunOptions
 from hasten.builder.sources.detect import EMBEDDING as TASK
 from hasten.bundle import open_bundle
-from hasten.core.batching import batch_by_length
 from hasten.core.errors import InputError, PlanError, UnsupportedError, missing_package
 from hasten.core.plan import Plan
 from hasten.core.progress import Progress, SilentProgress, step
@@ -31,7 +31,7 @@ from hasten.predictor import Predictor, open_predictor
 from hasten.tasks import Encoded
 from hasten.tasks.sentence_similarity import EMBEDDING, resolve_prompt
 
-# Texts that are tokenized at a time, which bounds the memory.
+# Texts that a process of a pool encodes at a time.
 _CHUNK_TEXTS = 4096
 # Names of the prompts that models define for queries and for documents.
 _QUERY_PROMPTS = ("query",)
@@ -250,13 +250,18 @@ def _encode(predictor: Predictor, texts: Sequence[str], prompt: str, batch_size:
     """Encode chunks of texts sorted by characters, in batches sorted by tokens, which minimizes padding."""
     vectors = np.empty((len(texts), _vector_size(predictor)), np.float32)
     order = np.argsort([-len(text) for text in texts], kind="stable")
+
+    def encode(chunk: range) -> Encoded:
+        return Encoded.of(
+            predictor.tokenizer.encode([prompt + texts[index] for index in order[chunk.start : chunk.stop]])
+        )
+
+    chunks = predictor.chunks(len(texts))
     with step(progress, "encode", total=len(texts)):
-        for start in range(0, len(order), _CHUNK_TEXTS):
-            chunk = order[start : start + _CHUNK_TEXTS]
-            tokens = predictor.tokenizer.encode([prompt + texts[index] for index in chunk])
-            groups = batch_by_length(tokens.batch.lengths, max_rows=batch_size)
-            outputs = predictor.outputs(Encoded.of(tokens), groups=groups, on_batch=progress.advance)
-            vectors[chunk] = outputs[EMBEDDING]
+        results = predictor.run_in_chunks(chunks, encode, max_rows=batch_size, on_batch=progress.advance)
+        with closing(results):
+            for chunk, (_, outputs) in zip(chunks, results, strict=True):
+                vectors[order[chunk.start : chunk.stop]] = outputs[EMBEDDING]
     return vectors
 
 

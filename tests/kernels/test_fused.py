@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,55 @@ def test_large_batch_is_split_and_survives_failure(tmp_path: Path, monkeypatch: 
         patch.setattr(fused, "_bucket_and_fill", lambda *args: (next(remaining), prepare(*args))[1])
         with pytest.raises(StageError, match="a batch of 7 failed"):
             fused.run(batch)
+    compare(original, fused, batch)
+
+
+def test_batches_that_run_together_match_and_may_be_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hasten.kernels import packing
+
+    module = Exportable(model_of("Roberta", "Model", layers=FEW_LAYERS), INPUTS, ["last_hidden_state"])
+    original, fused = make_pair(module, signature_of("last_hidden_state", per_token=True), tmp_path)
+    monkeypatch.setattr(packing, "MAX_TOKENS", 9)
+    monkeypatch.setattr(packing, "PART_TOKENS", 9)
+    batches = [batch_of(*lengths) for lengths in ([5, 9, 3], [2], [8, 1, 7, 4], [9], [3, 3])]
+    taken: list[int] = []
+
+    def take() -> Iterator[Batch]:
+        for index, batch in enumerate(batches):
+            taken.append(index)
+            yield batch
+
+    results = fused.run_many(take())
+    for index, batch in enumerate(batches):
+        (name, actual), *_ = next(results).items()
+        expected = original.run(batch)[name]
+        assert actual.shape == expected.shape
+        assert np.linalg.norm(actual - expected) <= TOLERANCE * np.linalg.norm(expected)
+        assert len(taken) > index + 1 or index == len(batches) - 1  # later batches are taken meanwhile
+    assert next(results, None) is None
+    # Neither a caller that stops nor an error of its iterator affects the next batch.
+    with closing(fused.run_many(iter(batches))) as results:
+        next(results)
+    compare(original, fused, batches[0])
+    with pytest.raises(KeyError, match="no more"):
+        list(fused.run_many(batch if index < 2 else {}["no more"] for index, batch in enumerate(batches)))
+    compare(original, fused, batches[2])
+
+
+def test_batches_run_in_larger_buckets_while_their_own_are_not_prepared(tmp_path: Path) -> None:
+    module = Exportable(model_of("Bert", "ForSequenceClassification", layers=FEW_LAYERS), INPUTS, ["logits"])
+    original, fused = make_pair(module, signature_of("logits"), tmp_path)
+    replay = fused.slot.replay
+    fused.uses_larger_buckets = True
+    # Without a larger bucket, the batch prepares its own.
+    compare(original, fused, batch_of(3))
+    fused.prepare(batch_of(30, 5, 9))
+    assert fused.uses_larger_buckets
+    batch = batch_of(12, 8)
+    assert replay.smallest_holding(Bucket.of(20, 2)) == Bucket.of(44, 3)
+    compare(original, fused, batch)
+    fused.prepare(batch)
+    assert replay.smallest_holding(Bucket.of(20, 2)) == Bucket.of(20, 2)
     compare(original, fused, batch)
 
 

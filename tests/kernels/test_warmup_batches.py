@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from hasten.backends import SupportsBuckets
+from hasten.backends import PreparesBuckets
 from hasten.backends.fused.session import FusedSession
 from hasten.core.tensors import BATCH, SEQUENCE, DType, Layout, SessionSpec, Signature, TensorSpec
 from hasten.kernels.cuda.packed_buckets import Bucket
 from hasten.kernels.cuda.replay import MAX_GRAPHS
-from hasten.kernels.warmup_batches import samples
+from hasten.kernels.warmup_batches import covering_samples, samples
 
 SIGNATURE = Signature(
     tuple(TensorSpec(name, DType.INT64, (BATCH, SEQUENCE)) for name in ("input_ids", "token_type_ids")),
@@ -39,9 +39,21 @@ def test_buckets_of_typical_batches_are_warmed_up() -> None:
         assert Bucket.of(int(np.sum(fitting)), len(fitting)) in warmed_up
 
 
+def test_few_covering_buckets_hold_all_batches() -> None:
+    for rows in (1, 60, 256):
+        covering = {Bucket.of(batch.tokens, len(batch)) for batch in covering_samples(TOKENS, rows, SIGNATURE)}
+        assert len(covering) <= 24
+        for batch in samples(TOKENS, rows, SIGNATURE):
+            bucket = Bucket.of(batch.tokens, len(batch))
+            tokens = [other.tokens for other in covering if other.holds(bucket)]
+            assert tokens
+            assert min(tokens) <= max(64, 4 * bucket.tokens)
+
+
 def test_fused_session_offers_as_many_batches_as_it_holds_graphs() -> None:
     session = object.__new__(FusedSession)  # needs no weights
     session.spec = SessionSpec(SIGNATURE, Layout.PACKED, "cuda", "fp16")
-    assert isinstance(session, SupportsBuckets)
+    session.uses_larger_buckets = False
+    assert isinstance(session, PreparesBuckets)
     assert len(session.samples(session.max_batch_tokens, 256)) == MAX_GRAPHS
     assert [session.rounded(tokens) for tokens in (1, 17, 130)] == [16, 32, 144]

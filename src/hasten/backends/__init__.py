@@ -6,7 +6,7 @@ source ──make──▶ artifact (files) ──open──▶ session (one thr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.util import find_spec
@@ -223,6 +223,34 @@ class SupportsBuckets(Protocol):
 
     def samples(self, tokens: int, rows: int) -> Sequence[Batch]:
         """Return one batch per bucket, up to this number of tokens and rows, the most frequent buckets first."""
+
+
+@runtime_checkable
+class PreparesBuckets(SupportsBuckets, Protocol):
+    """An optional capability of sessions with buckets: a batch can run in a larger bucket than its own."""
+
+    # Whether batches run in the smallest prepared bucket that holds them, rather than prepare their own.
+    uses_larger_buckets: bool
+
+    def prepare(self, batch: Batch) -> None:
+        """Prepare the bucket of a batch, unless it is prepared."""
+
+    def covering_samples(self, tokens: int, rows: int) -> Sequence[Batch]:
+        """Return batches of few buckets that hold every batch up to this number of tokens and rows."""
+
+
+@runtime_checkable
+class SupportsPipelining(Protocol):
+    """An optional capability of sessions that overlap batches: the host prepares and reads some while others compute.
+
+    Their `run` takes batches of any size.
+    """
+
+    def run_many(self, batches: Iterable[Batch]) -> Generator[Outputs, None, None]:
+        """Yield the outputs of each batch, in order; later batches are taken before earlier ones have finished.
+
+        No other batch may run before the generator is exhausted or closed.
+        """
 
 
 def run_until(session: Session, batches: Sequence[Batch], until: float) -> int:

@@ -12,6 +12,8 @@ TOKEN_BUDGET = 2048
 # since each batch has a fixed cost.
 MAX_PADDING = 0.05
 FREE_PADDING = 12
+# The most rows of a batch, unless the caller sets a limit.
+MAX_ROWS = 64
 
 
 def batch_in_order(rows: int, size: int) -> list[IntArray]:
@@ -19,7 +21,17 @@ def batch_in_order(rows: int, size: int) -> list[IntArray]:
     return [np.arange(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def batch_by_length(lengths: IntArray, *, budget: int = TOKEN_BUDGET, max_rows: int = 64) -> list[IntArray]:
+def growing_chunks(items: int, first: int, largest: int) -> list[range]:
+    """Split items into consecutive chunks: `first` items, then twice as many each time, up to `largest`."""
+    chunks: list[range] = []
+    start, size = 0, first
+    while start < items:
+        chunks.append(range(start, min(items, start + size)))
+        start, size = start + size, min(largest, 2 * size)
+    return chunks
+
+
+def batch_by_length(lengths: IntArray, *, budget: int = TOKEN_BUDGET, max_rows: int = MAX_ROWS) -> list[IntArray]:
     """Group rows of similar length so that a padded batch has at most `budget` tokens, few of them padding.
 
     A row longer than the budget runs alone. The longest rows come first, so that memory peaks at once, not at the end.

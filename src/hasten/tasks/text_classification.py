@@ -97,15 +97,17 @@ class TextClassification(Task[Text, Answer, Options]):
         scores = apply_scoring(outputs[LOGITS], options.scoring)
         if options.is_single:
             best = scores.argmax(axis=1)
+            highest = np.take_along_axis(scores, best[:, None], axis=1)[:, 0]
             return [
-                Label(label=options.labels[label], score=float(row[label]))
-                for row, label in zip(scores, best, strict=True)
+                Label(label=options.labels[label], score=score)
+                for label, score in zip(best.tolist(), highest.tolist(), strict=True)
             ]
         # A stable sort keeps the order of labels with equal scores, as the pipeline's does.
         order = np.argsort(-scores, axis=1, kind="stable")[:, : options.top_k]
+        highest = np.take_along_axis(scores, order, axis=1)
         return [
-            [Label(label=options.labels[label], score=float(row[label])) for label in best]
-            for row, best in zip(scores, order, strict=True)
+            [Label(label=options.labels[label], score=score) for label, score in zip(*row, strict=True)]
+            for row in zip(order.tolist(), highest.tolist(), strict=True)
         ]
 
     def present(self, payload: object, answers: list[Answer], options: Options) -> object:

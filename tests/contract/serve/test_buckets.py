@@ -76,3 +76,40 @@ def test_buckets_are_prepared_and_batches_fit_them(
     assert len(set(job.batch.lengths.tolist())) > 1
     assert job.padding == next(bucket for bucket in BUCKETS if bucket >= job.batch.tokens) - job.batch.tokens
     assert len(answers[0]) == len(texts)
+
+
+def test_requests_are_answered_before_all_buckets_are_prepared(
+    classifier_bundle: Bundle, ran: list[Batch], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared: list[int] = []
+    may_prepare = threading.Semaphore(0)
+    with_buckets = encoder_model.open_session
+
+    def open_session(artifact: Artifact, options: RunOptions) -> Session:
+        session: Any = with_buckets(artifact, options)
+
+        def prepare(batch: Batch) -> None:
+            assert may_prepare.acquire(timeout=60)
+            prepared.append(batch.tokens)
+
+        session.uses_larger_buckets = False
+        session.prepare = prepare
+        session.covering_samples = lambda *_: [uniform_batch(Shape(1, BUCKETS[-1]), artifact.signature)]
+        opened: Session = session
+        return opened
+
+    monkeypatch.setattr(encoder_model, "open_session", open_session)
+    settings = Settings(variant="onnxruntime-fp32", instances=2, threads=1)
+    with caplog.at_level(logging.INFO, "hasten"):
+        model = EncoderModel("model", classifier_bundle, settings, CoreScheduler(2), EngineObserver())
+        assert [batch.tokens for batch in ran[:2]] == [BUCKETS[-1]] * 2
+        assert not prepared
+        done = threading.Event()
+        # One session prepares a bucket; the other one answers.
+        model.submit_payload(lambda: ["a cat"], lambda outputs, _: outputs["logits"], lambda *_: done.set())
+        assert done.wait(60)
+        assert not prepared
+        may_prepare.release(2 * len(BUCKETS))
+        wait_until(lambda: caplog.text.count("model: prepared 3 buckets in the background") == 2, "all buckets")
+    assert sorted(prepared) == sorted([*BUCKETS, *BUCKETS])
+    assert model.close(60)

@@ -3,8 +3,11 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from hasten.api import load
 from hasten.backends import RunOptions
 from hasten.bundle import Bundle, Manifest
 from hasten.core.errors import BundleError, InputError, PlanError, UnsupportedError
-from hasten.core.tensors import Batch, Outputs
+from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Outputs, SessionSpec, TensorSpec
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.predictor import Predictor, first_runnable_variant, open_predictor
 from hasten.tasks import TASKS, TaskSpec
@@ -118,6 +121,127 @@ def test_predictor_closes_its_session(make_predictor: MakePredictor, classifier:
 def test_unknown_task_is_rejected(make_predictor: MakePredictor) -> None:
     with pytest.raises(PlanError, match="unknown task 'text-clasification': did you mean 'text-classification'"):
         make_predictor(TaskSpec("text-clasification"))
+
+
+# --- many texts
+
+
+class PipelinedSession:
+    """Takes a batch ahead of the one whose outputs it yields, as a GPU session does."""
+
+    def __init__(self, session: Any) -> None:
+        self.session, self.spec = session, session.spec
+
+    def run(self, batch: Batch) -> Outputs:
+        return self.session.run(batch)
+
+    def run_many(self, batches: Iterable[Batch]) -> Generator[Outputs, None, None]:
+        taken: deque[Batch] = deque()
+        for batch in batches:
+            taken.append(batch)
+            if len(taken) == 3:
+                yield self.session.run(taken.popleft())
+        while taken:
+            yield self.session.run(taken.popleft())
+
+    def close(self) -> None:
+        self.session.close()
+
+
+@pytest.fixture(params=["one by one", "pipelined"])
+def chunked(
+    request: pytest.FixtureRequest, make_predictor: MakePredictor, monkeypatch: pytest.MonkeyPatch
+) -> MakePredictor:
+    """Make predictors whose chunks are small: 40 items, for pipelined sessions 10 to 40."""
+    monkeypatch.setattr("hasten.predictor._CHUNK_ITEMS", 40)
+    monkeypatch.setattr("hasten.predictor._FIRST_PIPELINED_ITEMS", 10)
+    monkeypatch.setattr("hasten.predictor._PIPELINED_ITEMS", 40)
+
+    def make(*args: Any) -> Predictor:
+        predictor = make_predictor(*args)
+        if request.param == "pipelined":
+            predictor.session = PipelinedSession(predictor.session)  # type: ignore[assignment]
+        return predictor
+
+    return make
+
+
+@pytest.mark.parametrize("count", [1, 9, 40, 41, 150])
+def test_texts_in_chunks_are_answered_in_order(
+    chunked: MakePredictor, make_predictor: MakePredictor, embedder: TaskSpec, count: int
+) -> None:
+    answers = chunked(embedder)(TEXTS[:count])
+    # One text at a time.
+    assert np.array_equal(answers, np.stack([make_predictor(embedder)(text) for text in TEXTS[:count]]))  # type: ignore[arg-type]
+
+
+def test_pairs_and_texts_in_chunks_are_answered_in_order(
+    chunked: MakePredictor, make_predictor: MakePredictor, embedder: TaskSpec
+) -> None:
+    items = [{"text": text, "text_pair": TEXTS[index // 2]} if index % 3 else text for index, text in enumerate(TEXTS)]
+    answers = chunked(embedder)(items)
+    assert len(answers) == len(items)
+    assert all(
+        np.array_equal(answer, make_predictor(embedder)(item)) for answer, item in zip(answers, items, strict=True)
+    )
+
+
+def test_chunks_report_truncation_once(
+    chunked: MakePredictor, embedder: TaskSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = list(TEXTS)
+    texts[70] = texts[120] = LONG
+    chunked(embedder)(texts)
+    assert [record.getMessage() for record in caplog.records] == [
+        "2 texts (first: 71) were truncated to the model's limit of 16 tokens"
+    ]
+
+
+class TokenIdSession:
+    """Outputs the id of each token as its vector."""
+
+    def __init__(self, spec: SessionSpec) -> None:
+        outputs = (TensorSpec("last_hidden_state", DType.FLOAT32, (BATCH, SEQUENCE, 1)),)
+        self.spec = replace(spec, signature=replace(spec.signature, outputs=outputs))
+
+    def run(self, batch: Batch) -> Outputs:
+        return {"last_hidden_state": batch.values["input_ids"][:, None].astype(np.float32)}
+
+
+def test_error_in_a_later_chunk_names_the_position_among_all_items(
+    chunked: MakePredictor, embedder: TaskSpec, tokenizer: Tokenizer
+) -> None:
+    session: Any = chunked(embedder).session
+    is_pipelined = isinstance(session, PipelinedSession)
+    session = TokenIdSession(session.spec)
+    predictor = Predictor(
+        TaskSpec("feature-extraction"), tokenizer, PipelinedSession(session) if is_pipelined else session
+    )
+    texts = list(TEXTS)
+    texts[120] = LONG
+    with pytest.raises(InputError, match="text 121 is longer than"):
+        predictor(texts, truncation=False)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hasten-ahead")]
+    # The session is free again.
+    assert [vectors.shape[1] for vectors in predictor(["a b", "c"])] == [4, 3]
+
+
+def test_error_of_the_session_in_a_later_chunk_ends_the_threads(chunked: MakePredictor, embedder: TaskSpec) -> None:
+    rows = iter(range(100))
+    predictor = chunked(embedder, lambda _: [float(next(rows))])
+    with pytest.raises((BundleError, RuntimeError), match="StopIteration"):
+        predictor(TEXTS)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hasten-ahead")]
+
+
+def test_progress_counts_each_row_once(chunked: MakePredictor, embedder: TaskSpec) -> None:
+    predictor, seen = chunked(embedder), []
+    chunks = predictor.chunks(len(TEXTS))
+    assert [len(chunk) for chunk in chunks][:2] in ([40, 40], [10, 20])
+    results = predictor.run_in_chunks(
+        chunks, lambda chunk: predictor.encode(TEXTS[chunk.start : chunk.stop]), on_batch=seen.append
+    )
+    assert sum(len(encoded.batch) for encoded, _ in results) == sum(seen) == len(TEXTS)
 
 
 # --- threads

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -18,7 +18,7 @@ from hasten.backends import Artifact, Session
 from hasten.core.errors import HastenError, StageError
 from hasten.core.gpu.capture_lock import capture_lock
 from hasten.core.gpu.padded_buckets import check_ids, check_lengths
-from hasten.core.tensors import MASKS, Batch, FloatArray, Layout, Outputs, SessionSpec, gather
+from hasten.core.tensors import MASKS, Batch, FloatArray, IntArray, Layout, Outputs, SessionSpec, gather
 from hasten.core.variant import Precision
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class FusedSession(Session):
         self._slots = [self._new_slot()]
         self.spec = SessionSpec(artifact.signature, Layout.PACKED, artifact.variant.device, _precision(weights).value)
         self._is_closed = False
+        self.uses_larger_buckets = False
         self._picks_masks = MASKS in artifact.signature.outputs[0].shape
         # Cached, since asking a tensor for its length is slow and every batch needs it.
         self._table_rows = {
@@ -110,22 +111,34 @@ class FusedSession(Session):
         }
 
     def run(self, batch: Batch) -> Outputs:
-        from hasten.kernels.packing import MAX_PICKED, MAX_TOKENS, PART_TOKENS, split_rows
-
-        if self._is_closed:
-            raise StageError("the session is closed")
-        signature, tokens = self.spec.signature, batch.tokens
-        check_lengths(batch, signature)
-        for column, (name, count) in self._table_rows.items():
-            if column in batch.values:
-                check_ids(name, batch.values[column], count)
-        masks = signature.counts(signature.outputs[0], batch) if self._picks_masks else None
-        fits = tokens <= MAX_TOKENS and (masks is None or int(masks.sum()) <= MAX_PICKED)
+        parts = self._parts(batch)
+        if len(parts) > 1:
+            (outputs,) = self.run_many([batch])
+            return outputs
         with translate_torch_errors(f"a batch of {len(batch)} failed"):
-            if fits or len(batch) == 1:
-                return self._outputs(self.slot.replay(*self._bucket_and_fill(batch, tokens)), batch)
-            parts = split_rows(batch.lengths, PART_TOKENS, masks)
-            return gather(list(zip(parts, self._run_parts(map(batch.take, parts)), strict=True)), batch, signature)
+            return self._outputs(self.slot.replay(*self._bucket_and_fill(batch, self.slot.replay)), batch)
+
+    def run_many(self, batches: Iterable[Batch]) -> Generator[Outputs, None, None]:
+        """Yield the outputs of each batch, in order, with two parts of them in flight across all batches."""
+        signature = self.spec.signature
+        running: deque[tuple[Batch, Sequence[IntArray]]] = deque()
+
+        def split() -> Iterator[tuple[Batch, int]]:
+            for batch in batches:
+                parts = self._parts(batch)
+                running.append((batch, parts))
+                for rows in parts:
+                    yield batch if len(parts) == 1 else batch.take(rows), len(batch)
+
+        finished: list[Outputs] = []
+        with closing(self._run_parts(split())) as results:
+            for outputs in results:
+                finished.append(outputs)
+                batch, parts = running[0]
+                if len(finished) == len(parts):
+                    running.popleft()
+                    yield outputs if len(parts) == 1 else gather(zip(parts, finished, strict=True), batch, signature)
+                    finished = []
 
     def tune(self, directory: Path | None = None) -> None:
         """Tune for all bucket sizes, and write the results to the directory or to the cache."""
@@ -154,6 +167,18 @@ class FusedSession(Session):
 
         return samples(tokens, rows, self.spec.signature)[:MAX_GRAPHS]
 
+    def covering_samples(self, tokens: int, rows: int) -> Sequence[Batch]:
+        from hasten.kernels.warmup_batches import covering_samples
+
+        return covering_samples(tokens, rows, self.spec.signature)
+
+    def prepare(self, batch: Batch) -> None:
+        uses_larger_buckets, self.uses_larger_buckets = self.uses_larger_buckets, False
+        try:
+            self.run(batch)
+        finally:
+            self.uses_larger_buckets = uses_larger_buckets
+
     def close(self) -> None:
         """Free the GPU memory now: the garbage collector does not know about it."""
         if self._is_closed:
@@ -169,28 +194,52 @@ class FusedSession(Session):
         """Return the slot of batches that run at once."""
         return self._slots[0]
 
-    def _run_parts(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
-        """Run several batches concurrently: one fills the gaps of another, and the host packs and reads meanwhile."""
+    def _parts(self, batch: Batch) -> Sequence[IntArray]:
+        """Check a batch, and return the rows of each of its parts."""
+        from hasten.kernels.packing import MAX_PICKED, MAX_TOKENS, PART_TOKENS, split_rows
+
+        if self._is_closed:
+            raise StageError("the session is closed")
+        signature, tokens = self.spec.signature, batch.tokens
+        check_lengths(batch, signature)
+        for column, (name, count) in self._table_rows.items():
+            if column in batch.values:
+                check_ids(name, batch.values[column], count)
+        masks = signature.counts(signature.outputs[0], batch) if self._picks_masks else None
+        fits = tokens <= MAX_TOKENS and (masks is None or int(masks.sum()) <= MAX_PICKED)
+        if fits or len(batch) == 1:
+            return [np.arange(len(batch))]
+        # Of equal size, with room for an average row: each further bucket would need a CUDA graph of its own.
+        part_tokens = tokens // -(-tokens // PART_TOKENS) + tokens // len(batch)
+        return split_rows(batch.lengths, min(PART_TOKENS, part_tokens), masks)
+
+    def _run_parts(self, parts: Iterable[tuple[Batch, int]]) -> Generator[Outputs, None, None]:
+        """Run parts concurrently: one fills the gaps of another, and the host packs and reads meanwhile.
+
+        Each comes with the number of rows of its whole batch, for messages.
+        """
         while len(self._slots) < _SLOTS:
             with capture_lock.shared():
                 self._slots.append(self._new_slot())
-        in_flight: deque[tuple[PipelineSlot, Batch]] = deque()
+        in_flight: deque[tuple[PipelineSlot, Batch, int]] = deque()
 
         def finish_first() -> Outputs:
-            slot, batch = in_flight.popleft()
-            return self._outputs(slot.replay.finish(), batch)
+            slot, part, rows = in_flight.popleft()
+            with translate_torch_errors(f"a batch of {rows} failed"):
+                return self._outputs(slot.replay.finish(), part)
 
         try:
-            for batch, slot in zip(batches, cycle(self._slots), strict=False):
+            for (part, rows), slot in zip(parts, cycle(self._slots), strict=False):
                 if len(in_flight) == _SLOTS:
                     yield finish_first()
-                slot.replay.start(*self._bucket_and_fill(batch, batch.tokens))
-                in_flight.append((slot, batch))
+                with translate_torch_errors(f"a batch of {rows} failed"):
+                    slot.replay.start(*self._bucket_and_fill(part, slot.replay))
+                in_flight.append((slot, part, rows))
             while in_flight:
                 yield finish_first()
         finally:
             # After an error, wait until no slot uses the buffers that the next batch is packed into.
-            for slot, _ in in_flight:
+            for slot, _, _ in in_flight:
                 slot.replay.finish()
 
     def _new_slot(self) -> PipelineSlot:
@@ -218,14 +267,16 @@ class FusedSession(Session):
         replay = GraphReplay(partial(self._compute, encoder), self._device)
         return PipelineSlot(encoder, cublaslt, replay, is_tuned=tuning is not None)
 
-    def _bucket_and_fill(self, batch: Batch, tokens: int) -> tuple[Bucket, Fill]:
+    def _bucket_and_fill(self, batch: Batch, replay: GraphReplay) -> tuple[Bucket, Fill]:
         from hasten.kernels.cuda.packed_buckets import Bucket
         from hasten.kernels.packing import pack, row_positions
 
         masks = None
         if self._picks_masks:
             masks = np.flatnonzero(batch.values["input_ids"] == self.spec.signature.mask_id)
-        bucket = Bucket.of(tokens, len(batch), None if masks is None else len(masks))
+        bucket = Bucket.of(batch.tokens, len(batch), None if masks is None else len(masks))
+        if self.uses_larger_buckets:
+            bucket = replay.smallest_holding(bucket)
         offset = self._metadata.geometry.position_offset
         positions = row_positions(batch, offset)
         fill = partial(pack, batch=batch, bucket=bucket, position_offset=offset, positions=positions, picked=masks)

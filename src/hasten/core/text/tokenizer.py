@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,7 +103,9 @@ class Tokenizer:
         """
         if is_traced:
             return self.tokens(self._backend.encode_batch(list(texts)))
-        rows = [self._look_up(text) for text in texts] if len(texts) <= _MAX_CACHED_TEXTS else [None] * len(texts)
+        if len(texts) > _MAX_CACHED_TEXTS:
+            return self._encode_many(texts)
+        rows = [self._look_up(text) for text in texts]
         unknown = [text for text, row in zip(texts, rows, strict=True) if row is None]
         encodings = iter(self._backend.encode_batch_fast(unknown) if unknown else ())
         encoded = [row or _Row.of(next(encodings)) for row in rows]
@@ -206,6 +209,27 @@ class Tokenizer:
         # Byte-level and Unigram models do not name their unknown token; transformers calls it one of these.
         names = (getattr(self._backend.model, "unk_token", None), "<unk>", "[UNK]")
         return next((id_ for name in names if name and (id_ := self._backend.token_to_id(name)) is not None), None)
+
+    def _encode_many(self, texts: Sequence[str | tuple[str, str]]) -> Tokens:
+        """Encode texts that are not looked up; of each row, Python reads little more than its ids."""
+        encodings = self._backend.encode_batch_fast(list(texts))
+        lengths = np.fromiter(map(len, encodings), np.int32, len(encodings))
+        tokens = int(lengths.sum())
+        has_types = not self._has_no_types or any(not isinstance(text, str) for text in texts)
+        values = {}
+        for name in self.spec.inputs:
+            if name == "token_type_ids" and not has_types:
+                values[name] = np.zeros(tokens, np.int32)
+            else:
+                rows = (getattr(encoding, _COLUMNS[name]) for encoding in encodings)
+                values[name] = np.fromiter(chain.from_iterable(rows), np.int32, tokens)
+        truncated = tuple(row for row, encoding in enumerate(encodings) if encoding.overflowing)
+        return Tokens(Batch(values, lengths), truncated, ())
+
+    @cached_property
+    def _has_no_types(self) -> bool:
+        """Return whether all token types of a single text are zero."""
+        return not any(self._backend.encode("a").type_ids)
 
     def _batch(self, rows: Sequence[Encoding | _Row]) -> Batch:
         return Batch.from_rows({name: [getattr(row, _COLUMNS[name]) for row in rows] for name in self.spec.inputs})

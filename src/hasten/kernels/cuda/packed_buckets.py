@@ -23,6 +23,11 @@ class Bucket:
         picked_capacity = 0 if picked is None else 1 << max(0, picked - 1).bit_length()
         return cls(round_up(max(_MIN_TOKENS, tokens)), 1 << (sequences - 1).bit_length(), picked_capacity)
 
+    def holds(self, other: Bucket) -> bool:
+        """Return whether every batch of the other bucket fits into this one."""
+        is_longer, has_more_sequences = self.tokens >= other.tokens, self.sequences >= other.sequences
+        return is_longer and has_more_sequences and self.picked >= other.picked
+
     @property
     def segment_sizes(self) -> list[int]:
         """Return the sizes of the buffer's segments.

@@ -37,8 +37,8 @@ class GraphReplay:
         self.stream = torch.cuda.Stream(device) if device != "cpu" else None
         self._pool: Any = None
         self._result_buffer = _ResultBuffer({"device": device} if keep_results_on_device else {"pin_memory": True})
-        # Least recently used first.
-        self._graphs: dict[Bucket, BucketGraph] = {}
+        # Least recently used first; without a GPU, buckets have no graphs.
+        self._graphs: dict[Bucket, Any] = {}
         self._last_stream = self.stream
         self._results: Any = None
 
@@ -65,6 +65,7 @@ class GraphReplay:
         if self.stream is None:
             buffer = np.zeros(sum(bucket.segment_sizes), np.int32)
             fill(buffer)
+            self._graphs[bucket] = None
             with torch.inference_mode(), torch.autocast("cpu", enabled=False):
                 return self._compute(torch.from_numpy(buffer), bucket)
         stream = torch.cuda.current_stream(self._device)
@@ -82,13 +83,21 @@ class GraphReplay:
         self._graphs.clear()
         self._pool = None
 
+    def smallest_holding(self, bucket: Bucket) -> Bucket:
+        """Return the smallest prepared bucket that holds this one, or this one if there is none."""
+        if bucket in self._graphs:
+            return bucket
+        fitting = [other for other in self._graphs if other.holds(bucket)]
+        return min(fitting, key=lambda other: (other.tokens, other.sequences, other.picked), default=bucket)
+
     @property
     def last(self) -> BucketGraph:
         """Return the graph that was used last."""
-        return next(reversed(self._graphs.values()))
+        graph: BucketGraph = next(reversed(self._graphs.values()))
+        return graph
 
     def _graph(self, bucket: Bucket) -> BucketGraph:
-        graph = self._graphs.pop(bucket, None)
+        graph: BucketGraph | None = self._graphs.pop(bucket, None)
         if graph is None:
             graph = BucketGraph(self._compute, bucket, self.stream, self._pool, self._result_buffer)
             self._pool = graph.pool

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from hasten.backends import Artifact, RunOptions, Session, SupportsBuckets, run_until
+from hasten.backends import Artifact, PreparesBuckets, RunOptions, Session, SupportsBuckets, run_until
+from hasten.background_warm_up import WarmingSession
 from hasten.bundle import Bundle
 from hasten.core.errors import AccuracyError, HastenError
 from hasten.core.plan import Gate
 from hasten.core.progress import SilentProgress
-from hasten.core.system.hardware import gpu_memory_used_bytes, usable_cores
+from hasten.core.system.hardware import usable_cores
 from hasten.core.tensors import Outputs, Shape
 from hasten.core.variant import CPU, Variant
 from hasten.measure.encoder_gate import expect, verify
@@ -116,11 +118,14 @@ class EncoderModel(Model):
         self.instances, threads = _instances_and_threads(self.artifact, self.bundle, settings)
         with ExitStack() as opened:
             options = RunOptions(threads, settings.max_memory)
+            begin = time.monotonic()
             sessions = [opened.enter_context(open_session(self.artifact, options)) for _ in range(self.instances)]
             self.session_spec = sessions[0].spec
+            logger.info("%s: opened %d sessions in %.1f s", self.name, self.instances, time.monotonic() - begin)
             self.limits = _limits(sessions[0], threads, settings)
             self._warm_up(sessions)
             self._test(Predictor(self.spec, self.tokenizer, sessions[0]))
+            sessions = [opened.enter_context(session) for session in self._warm_up_in_background(sessions)]
             opened.pop_all()  # the engine closes the sessions
         self.engine = Engine(
             sessions,
@@ -194,27 +199,44 @@ class EncoderModel(Model):
         return lambda: self.engine.cancel(request)
 
     def _warm_up(self, sessions: Sequence[Session]) -> None:
+        """Prepare what the first requests need."""
         until = time.monotonic()
         for session in sessions:
             until += _WARM_UP_S / len(sessions)
             if isinstance(session, SupportsBuckets):
-                batches = session.samples(self.limits.tokens_per_batch, self.limits.rows_per_batch)
-                begin, before = time.monotonic(), gpu_memory_used_bytes()
+                sizes = self.limits.tokens_per_batch, self.limits.rows_per_batch
+                is_partial = isinstance(session, PreparesBuckets)
+                batches = session.covering_samples(*sizes) if is_partial else session.samples(*sizes)
+                begin = time.monotonic()
                 done = run_until(session, batches, until)
-                used = gpu_memory_used_bytes() - before
                 logger.info(
-                    "%s: prepared %d of %d buckets in %.1f s%s; the others are prepared on first use",
+                    "%s: prepared %d of %d %sbuckets in %.1f s; the others are prepared %s",
                     self.name,
                     done,
                     len(batches),
+                    "covering " if is_partial else "",
                     time.monotonic() - begin,
-                    f" and {used / 1e6:.0f} MB of GPU memory" if used > 0 else "",
+                    "in the background" if is_partial else "on first use",
                 )
             else:
                 shapes = self.bundle.report.plan.shapes
                 usual = [Shape(shapes.batch.min, shapes.sequence.min), shapes.optimal]
                 # On a GPU the first run of each shape takes long.
                 session.warm(usual if self.variant.device == CPU else shapes.grid())
+
+    def _warm_up_in_background(self, sessions: Sequence[Session]) -> Iterator[Session]:
+        """Yield each session, wrapped if it has further buckets to prepare."""
+        turn = threading.Lock()
+
+        def log(buckets: int, seconds: float) -> None:
+            logger.info("%s: prepared %d buckets in the background in %.1f s", self.name, buckets, seconds)
+
+        for session in sessions:
+            if isinstance(session, PreparesBuckets):
+                batches = session.samples(self.limits.tokens_per_batch, self.limits.rows_per_batch)
+                yield WarmingSession(session, batches, turn, log)
+            else:
+                yield session
 
     def _test(self, predictor: Predictor) -> None:
         reference = self.bundle.reference()
