@@ -29,6 +29,7 @@ def main(path: str, variant: str, sentence: str, paragraph: str, begin: str) -> 
     from hasten.backends import SupportsBuckets
     from hasten.bundle import open_bundle
     from hasten.core.system.hardware import this_machine
+    from hasten.predictor import Predictor
 
     finish("import hasten")
     this_machine()
@@ -48,6 +49,7 @@ def main(path: str, variant: str, sentence: str, paragraph: str, begin: str) -> 
         assert triton.__version__
         finish("import triton")
     predictor = hasten.load(path, variant)
+    assert isinstance(predictor, Predictor)
     finish("load")
     predictor(sentence)
     finish("first answer")
@@ -55,11 +57,11 @@ def main(path: str, variant: str, sentence: str, paragraph: str, begin: str) -> 
     finish("second answer")
     predictor(paragraph)
     finish("first paragraph")
-    session = predictor.session  # type: ignore[union-attr]
+    session = predictor.session
     if isinstance(session, SupportsBuckets):
         samples = session.samples(_TOKENS, _ROWS)
         for batch in samples:
-            session.run(batch)
+            predictor.session.run(batch)
         finish(f"all {len(samples)} buckets")
     print(json.dumps(stages))
 

@@ -18,7 +18,7 @@ from hasten.core.errors import AccuracyError, HastenError
 from hasten.core.plan import Gate
 from hasten.core.progress import SilentProgress
 from hasten.core.system.hardware import usable_cores
-from hasten.core.tensors import Outputs, Shape
+from hasten.core.tensors import Batch, Outputs, Shape
 from hasten.core.variant import CPU, Variant
 from hasten.measure.encoder_gate import expect, verify
 from hasten.predictor import Predictor, open_session
@@ -203,26 +203,22 @@ class EncoderModel(Model):
         until = time.monotonic()
         for session in sessions:
             until += _WARM_UP_S / len(sessions)
-            if isinstance(session, SupportsBuckets):
-                sizes = self.limits.tokens_per_batch, self.limits.rows_per_batch
-                is_partial = isinstance(session, PreparesBuckets)
-                batches = session.covering_samples(*sizes) if is_partial else session.samples(*sizes)
-                begin = time.monotonic()
-                done = run_until(session, batches, until)
-                logger.info(
-                    "%s: prepared %d of %d %sbuckets in %.1f s; the others are prepared %s",
-                    self.name,
-                    done,
-                    len(batches),
-                    "covering " if is_partial else "",
-                    time.monotonic() - begin,
-                    "in the background" if is_partial else "on first use",
-                )
+            sizes = self.limits.tokens_per_batch, self.limits.rows_per_batch
+            if isinstance(session, PreparesBuckets):
+                self._prepare(session, session.covering_samples(*sizes), until, "in the background")
+            elif isinstance(session, SupportsBuckets):
+                self._prepare(session, session.samples(*sizes), until, "on first use")
             else:
                 shapes = self.bundle.report.plan.shapes
                 usual = [Shape(shapes.batch.min, shapes.sequence.min), shapes.optimal]
                 # On a GPU the first run of each shape takes long.
                 session.warm(usual if self.variant.device == CPU else shapes.grid())
+
+    def _prepare(self, session: Session, batches: Sequence[Batch], until: float, others: str) -> None:
+        begin = time.monotonic()
+        done, seconds = run_until(session, batches, until), time.monotonic() - begin
+        message = "%s: prepared %d of %d buckets in %.1f s; the others are prepared %s"
+        logger.info(message, self.name, done, len(batches), seconds, others)
 
     def _warm_up_in_background(self, sessions: Sequence[Session]) -> Iterator[Session]:
         """Yield each session, wrapped if it has further buckets to prepare."""
