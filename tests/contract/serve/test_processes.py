@@ -12,12 +12,15 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hasten.bundle import Bundle
+from hasten.server.processes import worker_count
+from hasten.server.settings import Settings
 from support.faulty_backend import faulty_environment
 from support.process_tree import ServerProcesses, is_alive
 from support.server_operations import BODY, QUIET, TEXT, Running, asked, metrics, parsed_metrics, predict, request, swap
@@ -307,6 +310,28 @@ def test_cpu_models_are_served_by_one_process_by_default(classifier: Bundle, tmp
     with Running(tmp_path, str(classifier.path), *QUIET) as server:
         assert ServerProcesses(server.ready()).all == []
         assert server.stop() == 0
+
+
+def test_several_engine_processes_need_several_workers(classifier: Bundle, tmp_path: Path) -> None:
+    with Running(tmp_path, str(classifier.path), *QUIET, "--engines", "2") as server:
+        assert server.end() == 2
+        assert "--engines 2 needs several API workers" in server.lines[-1]["message"]
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (4, 2), (64, 8)])
+def test_gpu_models_are_served_by_half_the_cores_by_default(
+    gpu: Any, gpu_bundle: Bundle, classifier: Bundle, cores: int, workers: int
+) -> None:
+    from hasten.core.system.hardware import Gpu, this_machine
+
+    machine = replace(this_machine(), gpus=(Gpu("H200", 2**37, "9.0", "580.0"),))
+    with gpu() as patch:
+        patch.setattr(worker_count, "this_machine", lambda: machine)
+        patch.setattr(worker_count, "usable_cores", lambda: cores)
+        paths = (str(classifier.path), str(gpu_bundle.path))
+        assert worker_count.count_workers(Settings(paths)) == workers
+        assert worker_count.count_workers(Settings(paths[:1])) == 1
+        assert worker_count.count_workers(Settings(paths, workers=3)) == 3
 
 
 class Clients:

@@ -92,6 +92,8 @@ def test_bundles_are_read_from_the_environment() -> None:
         (["--replicas", "some"], {}, "", r"--replicas: 'some' is not a whole number \(write 2, 1-8 or auto\)"),
         (["--replicas", "0-2"], {}, "", "--replicas: the value must be at least 1"),
         (["--replicas", "3-2"], {}, "", "--replicas: '3-2' is not a range"),
+        (["--workers", "many"], {}, "", r"--workers: 'many' is not a whole number \(write 4 or auto\)"),
+        (["--workers", "0"], {}, "", "--workers: the value must be at least 1"),
         (["--gpus", "0"], {}, "", "--gpus: '0' is not a fraction of a GPU"),
         (["--gpus", "2"], {}, "", "'2' is not a fraction of a GPU: a replica uses at most one"),
         ([], {"HASTEN_GRPC": "maybe"}, "", "HASTEN_GRPC: 'maybe' is neither"),

@@ -47,7 +47,8 @@ class FleetModel:
 
     def close(self, drain_s: float) -> bool:
         """Drain the model in all workers, then unload it. Blocks; for any thread but the loop's."""
-        return self._fleet.run(self._fleet.retire(self, drain_s))
+        self._fleet.run(self._fleet.retire(self, drain_s))
+        return True
 
 
 class Fleet:
@@ -95,14 +96,13 @@ class Fleet:
             await _all(_unless_ended(worker.call(SwapModel(version), Done)) for worker in workers)
         return FleetModel(self, version, loaded[0].variant)
 
-    async def retire(self, model: FleetModel, drain_s: float) -> bool:
+    async def retire(self, model: FleetModel, drain_s: float) -> None:
         """Drain a model that was replaced or unloaded, then unload it in the engines."""
         async with self._change:
             if self._served.get(model.name) == model.version:
                 del self._served[model.name]
         # Without the lock: processes may start again while a model drains.
         await self._remove(model.version, drain_s)
-        return True
 
     async def take_up_engine(self, engine: SupervisedChild) -> None:
         """Load all models that are in use in an engine process that has started."""
