@@ -8,10 +8,11 @@ from pathlib import Path
 from hasten.bundle import Bundle
 
 # The backend looks for files in FAULTY_FOLDER: with "wait" it does not open, with "hang" it does not return from a run
-# (and creates "hangs"), with "fail" a run raises an error, and with a number in "fail" only a run of rows that long.
-# Threads whose names contain the text in "kill" end; the method that "break" names (module, class, method) raises.
+# (and creates "hangs"), with "fail" a run raises an error, and with a number in "fail" only a run of rows that long. With
+# a number in "die" a run of rows that long ends the process. Threads whose names contain the text in "kill" end; the
+# method that "break" names (module, class, method) raises.
 _BACKEND = """
-import ctypes, os, threading, time
+import ctypes, os, signal, threading, time
 from importlib import import_module
 from pathlib import Path
 from hasten.backends import PaddedSession
@@ -27,6 +28,8 @@ class Session(PaddedSession):
         while (FOLDER / "hang").exists():
             (FOLDER / "hangs").touch()
             time.sleep(0.01)
+        if (FOLDER / "die").exists() and int((FOLDER / "die").read_text()) in batch.lengths:
+            os.kill(os.getpid(), signal.SIGKILL)
         if (FOLDER / "fail").exists():
             tokens = (FOLDER / "fail").read_text()
             if not tokens or int(tokens) in batch.lengths:

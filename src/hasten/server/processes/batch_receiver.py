@@ -43,6 +43,10 @@ _RECEIVE_BYTES = 64
 _NO_ITEMS = np.empty(0, np.int64)
 
 
+def _return_outputs(outputs: Outputs, _: Encoded) -> Outputs:
+    return outputs
+
+
 class ServedModel:
     """A model of an engine process, and what its clients are told of it."""
 
@@ -191,10 +195,10 @@ class BatchReceiver:
     def _listen(self) -> socket.socket:
         """Listen under a temporary name and rename it, so that a client finds a socket that accepts or none."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        path = f"{self._path}.{os.getpid()}"
-        listener.bind(path)
+        path = Path(f"{self._path}.{os.getpid()}")
+        listener.bind(str(path))
         listener.listen(_BACKLOG)
-        os.replace(path, self._path)
+        path.replace(self._path)
         return listener
 
     def _run(self) -> None:

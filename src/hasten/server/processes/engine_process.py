@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hasten.bundle import open_bundle
-from hasten.core.errors import HastenError, PlanError
+from hasten.core.errors import PlanError
 from hasten.core.system.hardware import usable_cores
 from hasten.server.models.encoder_model import EncoderModel
 from hasten.server.models.registry import fault_of
@@ -107,9 +107,9 @@ class EngineHost:
             self._is_closed.set()
             models, self._models = self._models, {}
         until = time.monotonic() + drain_s
-        is_done = all([served.model.close(max(0.0, until - time.monotonic())) for served in models.values()])
+        are_done = [served.model.close(max(0.0, until - time.monotonic())) for served in models.values()]
         self._receiver.close()
-        return is_done
+        return all(are_done)
 
     def _record(self) -> None:
         while not self._is_closed.wait(_TICK_S):

@@ -159,8 +159,10 @@ def connect(
         for engine in engines:
             first = on_error.enter_context(_open(directory, engine, model, generation, until))
             sessions.append(first)
-            for _ in range((slots or first.description.instances + 1) - 1):
-                sessions.append(on_error.enter_context(_open(directory, engine, model, generation, until)))
+            others = (slots or first.description.instances + 1) - 1
+            sessions += [
+                on_error.enter_context(_open(directory, engine, model, generation, until)) for _ in range(others)
+            ]
         description = sessions[0].description
         for session in sessions:
             if not session.description.is_compatible(description):

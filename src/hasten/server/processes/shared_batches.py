@@ -277,4 +277,3 @@ def _anonymous_file() -> int:
         return os.memfd_create("hasten", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
-
