@@ -320,18 +320,19 @@ def test_several_engine_processes_need_several_workers(classifier: Bundle, tmp_p
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (4, 2), (64, 8)])
 def test_gpu_models_are_served_by_half_the_cores_by_default(
-    gpu: Any, gpu_bundle: Bundle, classifier: Bundle, cores: int, workers: int
+    gpu_bundle: Bundle, classifier: Bundle, cores: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hasten.core.system.hardware import Gpu, this_machine
 
+    paths = (str(classifier.path), str(gpu_bundle.path))
+    monkeypatch.setattr(worker_count, "usable_cores", lambda: cores)
+    monkeypatch.setattr(worker_count, "this_machine", lambda: replace(this_machine(), gpus=()))
+    assert worker_count.count_workers(Settings(paths)) == 1
     machine = replace(this_machine(), gpus=(Gpu("H200", 2**37, "9.0", "580.0"),))
-    with gpu() as patch:
-        patch.setattr(worker_count, "this_machine", lambda: machine)
-        patch.setattr(worker_count, "usable_cores", lambda: cores)
-        paths = (str(classifier.path), str(gpu_bundle.path))
-        assert worker_count.count_workers(Settings(paths)) == workers
-        assert worker_count.count_workers(Settings(paths[:1])) == 1
-        assert worker_count.count_workers(Settings(paths, workers=3)) == 3
+    monkeypatch.setattr(worker_count, "this_machine", lambda: machine)
+    assert worker_count.count_workers(Settings(paths)) == workers
+    assert worker_count.count_workers(Settings(paths[:1])) == 1
+    assert worker_count.count_workers(Settings(paths, workers=3)) == 3
 
 
 class Clients:
