@@ -96,9 +96,9 @@ class ApiWorker:
             case Configure():
                 await self._configure(request)
             case PrepareModel(version=version, column=column):
-                await self._in_thread(lambda: self._models.prepare(version, column))
+                variant = await self._in_thread(lambda: self._models.prepare(version, column))
                 freeze_objects()
-                return ModelLoaded()
+                return ModelLoaded(variant)
             case SwapModel(version=version):
                 self._models.swap(version)
             case RetireModel(version=version, drain_s=drain_s):

@@ -38,6 +38,8 @@ from hasten.server.startup import unload_timeout_s
 _WORKER, _ENGINE = "hasten.server.processes.api_worker", "hasten.server.processes.engine_main"
 # Time for a process to answer with its metrics; then its latest ones count.
 _METRICS_S = 2.0
+# A busy machine may delay an event loop for seconds.
+_MIN_SILENCE_S = 10.0
 # Time for a process to report that it has drained, beyond the time in which it drains.
 _REPLY_S = 5.0
 # Time for processes to end after the server has drained.
@@ -65,7 +67,7 @@ class Children:
         self._metrics = MergedMetrics()
         # What the workers report.
         self.health = SetHealth(is_alive=True, is_ready=False)
-        max_silence_s = max(settings.stall_timeout, 1.0)
+        max_silence_s = max(settings.stall_timeout, _MIN_SILENCE_S)
         self.engines = [
             SupervisedChild(
                 f"engine process {index}",

@@ -64,7 +64,7 @@ class Configure(Message, frozen=True):
 
 
 class LoadModel(Message, frozen=True):
-    """Have an engine load a model. Replied by ModelLoaded."""
+    """Have an engine load a model. Replied by Done."""
 
     version: ModelVersion
 
@@ -132,9 +132,9 @@ class Done(Message, frozen=True):
 
 
 class ModelLoaded(Message, frozen=True):
-    """The model was opened."""
+    """The model was opened, and runs this variant."""
 
-    variant: str = ""
+    variant: str
 
 
 class Status(Message, frozen=True):

@@ -24,7 +24,6 @@ from hasten.server.processes.control import (
     Drain,
     LoadModel,
     MetricsText,
-    ModelLoaded,
     ModelVersion,
     ReadMetrics,
     ReadStatus,
@@ -69,7 +68,7 @@ class EngineProgram:
                 return Done()
             case LoadModel(version=version):
                 await self._in_thread(lambda: self._load(version))
-                return ModelLoaded()
+                return Done()
             case UnloadModel(version=version):
                 await self._in_thread(lambda: self._unload(version))
                 return Done()
