@@ -26,6 +26,7 @@ VALUES: dict[str, list[tuple[str, object]]] = {
     "FORMAT": [("json", "json"), ("text", "text"), ("json", "json")],
     "RUNNER": [("ray", "ray"), ("local", "local"), ("ray", "ray")],
     "COUNT": [("auto", Replicas(1, None)), ("2", Replicas(2, 2)), ("1-8", Replicas(1, 8))],
+    "N|auto": [("3", 3), ("5", 5), ("7", 7)],
     "FRACTION": [("0.5", 0.5), ("1", 1.0), ("0.25", 0.25)],
     "": [("yes", True), ("no", False), ("1", True)],
 }
