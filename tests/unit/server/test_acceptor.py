@@ -101,18 +101,22 @@ def test_processes_with_as_many_connections_divide_new_ones() -> None:
         counters, sockets = SharedCounters(processes), listen("127.0.0.1", 0)
         accepted: list[list[asyncio.BaseTransport]] = [[] for _ in range(processes)]
 
-        def protocol(index: int) -> asyncio.Protocol:
-            connection = asyncio.Protocol()
-            connection.connection_made = accepted[index].append  # type: ignore[method-assign]
-            return connection
+        class Accepted(asyncio.Protocol):
+            def __init__(self, index: int) -> None:
+                self._index = index
 
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                accepted[self._index].append(transport)
+
+        for index in range(processes):
+            counters.set_connections(index, 0)
         with ExitStack() as opened:
             for _ in range(CLIENTS):
                 opened.enter_context(socket.create_connection(sockets[0].getsockname()))
             acceptors = [
                 Acceptor(
                     [sockets[0].dup()],
-                    partial(protocol, index),
+                    partial(Accepted, index),
                     is_our_turn=lambda opening, index=index: counters.may_accept(index, len(accepted[index]) + opening),
                 )
                 for index in range(processes)
@@ -124,6 +128,7 @@ def test_processes_with_as_many_connections_divide_new_ones() -> None:
             sockets[0].close()
             for transport in chain(*accepted):
                 transport.close()
+            await asyncio.sleep(0)  # they close in the next iteration
         return [len(transports) for transports in accepted]
 
     counts = asyncio.run(asyncio.wait_for(serve(8), 20))
