@@ -126,7 +126,9 @@ class ApiWorker:
         self._credentials = Credentials(settings)
         self._models = WorkerModels(settings, request, counters)
         self._models.channel = self._channel
-        self._app = build_app(WorkerApp, self._models, Metrics(), self._credentials.keys, settings)
+        metrics = Metrics()
+        metrics.follow(lambda: self._models, reads_gpus=False)  # the engine processes read them
+        self._app = build_app(WorkerApp, self._models, metrics, self._credentials.keys, settings)
         self._app.channel = self._channel
         frontend = self._frontend = Frontend(self._app, http_limits(settings, request.workers), self._credentials.tls)
         listeners = [socket.socket(fileno=number) for number in request.listeners]

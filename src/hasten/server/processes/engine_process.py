@@ -45,6 +45,7 @@ class EngineHost:
         threads = (settings.instances or 1) * (settings.threads or 1)
         self._scheduler = CoreScheduler(max(usable_cores(), threads))
         self._models: dict[tuple[str, int], ServedModel] = {}
+        self._metrics.follow(lambda: [served.model for served in self._models.values()])
         # The number of sessions of each model, which is measured once: measuring it under load would be wrong.
         self._instances: dict[str, int] = {}
         self._change = threading.Lock()
@@ -97,7 +98,7 @@ class EngineHost:
     def metrics(self) -> bytes:
         """Return the metrics of batches, and of this process, in Prometheus text format.
 
-        Those of requests, queues and GPUs are the workers'.
+        Those of requests are the workers'. Batches in the queue wait for a session, as requests in theirs do.
         """
         return self._metrics.render()
 
