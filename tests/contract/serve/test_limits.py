@@ -27,6 +27,7 @@ from support.server_operations import (
 )
 
 pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
+pytestmark = pytest.mark.usefixtures("workers")
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,7 @@ from support.server_operations import (
 from support.wait import wait_until
 
 pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
+pytestmark = pytest.mark.usefixtures("workers")
 
 
 # --- starting
