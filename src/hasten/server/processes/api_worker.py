@@ -18,9 +18,9 @@ from hasten.server.app import App
 from hasten.server.credentials import Credentials
 from hasten.server.frontend import Frontend, allow_connections
 from hasten.server.processes.child_main import control_socket, settings_of
-from hasten.server.processes.control import (
+from hasten.server.processes.control import ControlChannel
+from hasten.server.processes.messages import (
     Configure,
-    ControlChannel,
     Done,
     Drain,
     MetricsText,

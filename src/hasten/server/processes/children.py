@@ -17,19 +17,19 @@ from hasten.core.errors import HastenError
 from hasten.server.http.acceptor import bracketed
 from hasten.server.models.registry import Registry
 from hasten.server.processes.child import ChildProcess
-from hasten.server.processes.control import (
+from hasten.server.processes.control import Handler
+from hasten.server.processes.fleet import Fleet, FleetModel
+from hasten.server.processes.merged_metrics import MergedMetrics
+from hasten.server.processes.messages import (
     Configure,
     Done,
     Drain,
-    Handler,
     MetricsText,
     ReadMetrics,
     ReloadCredentials,
     SetHealth,
     encode_settings,
 )
-from hasten.server.processes.fleet import Fleet, FleetModel
-from hasten.server.processes.merged_metrics import MergedMetrics
 from hasten.server.processes.shared_counters import SharedCounters
 from hasten.server.processes.supervised import SupervisedChild
 from hasten.server.settings import Settings

@@ -12,8 +12,8 @@ from typing import Any
 
 from hasten.bundle import open_bundle
 from hasten.core.errors import HastenError, UnavailableError
-from hasten.server.processes.control import (
-    ChannelClosedError,
+from hasten.server.processes.control import ChannelClosedError
+from hasten.server.processes.messages import (
     Done,
     LoadModel,
     ModelLoaded,

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable
 
 from hasten.core.errors import HastenError
 from hasten.server.processes.child import ChildProcess
-from hasten.server.processes.control import AnyReply, ChannelClosedError, ReadStatus, Request, Status
+from hasten.server.processes.control import AnyReply, ChannelClosedError
+from hasten.server.processes.messages import ReadStatus, Request, Status
 
 logger = logging.getLogger("hasten")
 

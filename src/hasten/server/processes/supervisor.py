@@ -17,7 +17,7 @@ from hasten.server.frontend import Addresses, choose_grpc_port, warn_if_open
 from hasten.server.http.acceptor import listen, reserve
 from hasten.server.models.reload import ReloadWatcher
 from hasten.server.processes.children import Children
-from hasten.server.processes.control import (
+from hasten.server.processes.messages import (
     ChangeModel,
     Done,
     MetricsText,

@@ -9,7 +9,8 @@ from hasten.core.errors import BundleError, StageError
 from hasten.core.system.hardware import usable_cores
 from hasten.server.models.encoder_model import EncoderModel
 from hasten.server.models.registry import Model, ModelRegistry
-from hasten.server.processes.control import ChangeModel, Configure, ControlChannel, Done, ModelVersion
+from hasten.server.processes.control import ControlChannel
+from hasten.server.processes.messages import ChangeModel, Configure, Done, ModelVersion
 from hasten.server.processes.remote_session import connect
 from hasten.server.processes.shared_counters import SharedCounters
 from hasten.server.scheduling.core_scheduler import CoreScheduler
