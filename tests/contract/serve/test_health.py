@@ -17,7 +17,6 @@ from support.server_operations import BODY, LEAN, QUIET, Running, predict, reque
 from support.wait import wait_until
 
 pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
-pytestmark = pytest.mark.usefixtures("workers")
 
 # An orchestrator learns of a fault within 5 s; a busy machine gets more time.
 _NOTICE_S = 20.0

@@ -181,6 +181,36 @@ def test_stalled_engine_is_replaced(faulty_bundle: Bundle, tmp_path: Path) -> No
         assert server.stop() == 0
 
 
+def test_engine_whose_device_fails_is_replaced(faulty_bundle: Bundle, tmp_path: Path) -> None:
+    environment = faulty_environment(faulty_bundle, tmp_path)
+    with Running(tmp_path, str(faulty_bundle.path), *QUIET, *WORKERS, **environment) as server:
+        port, before = server.ready().port, ServerProcesses(server).engines
+        (tmp_path / "fail").touch()
+        assert predict(server, port=port) == 500
+        wait_until(lambda: server.ask("/v2/health/ready", port=port)[0] == 503, "the loss of readiness")
+        wait_until(lambda: ServerProcesses(server).engines != before, "the end of the engine process")
+        (tmp_path / "fail").unlink()
+        wait_until(lambda: server.ask("/v2/health/ready", port=port)[0] == 200, "readiness")
+        assert predict(server, port=port) == 200
+        assert server.ask("/v2/health/live", port=port)[0] == 200
+        assert "every batch fails: out of luck" in server.said("every batch fails")["message"]
+        assert server.stop() == 0
+
+
+def test_engine_whose_thread_has_ended_is_replaced(faulty_bundle: Bundle, tmp_path: Path) -> None:
+    environment = faulty_environment(faulty_bundle, tmp_path)
+    with Running(tmp_path, str(faulty_bundle.path), *QUIET, *WORKERS, **environment) as server:
+        port, before = server.ready().port, ServerProcesses(server).engines
+        (tmp_path / ".kill").write_text("(_work)")
+        (tmp_path / ".kill").rename(tmp_path / "kill")
+        wait_until(lambda: not (tmp_path / "kill").exists(), "the injected fault")
+        # The thread ends when this request wakes it; the next engine process answers it.
+        assert predict(server, port=port) == 200
+        assert ServerProcesses(server).engines != before
+        assert "a worker thread has ended" in server.said("worker thread")["message"]
+        assert server.stop() == 0
+
+
 def test_process_that_ends_too_often_ends_the_server(classifier: Bundle, tmp_path: Path) -> None:
     with Running(tmp_path, str(classifier.path), *QUIET, *WORKERS) as server:
         port, processes = server.ready().port, ServerProcesses(server)

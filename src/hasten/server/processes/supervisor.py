@@ -161,8 +161,8 @@ class Supervisor:
         if not self._is_loaded or self._stopping.is_set():
             logger.warning("SIGHUP ignored: the server is starting or stopping")
             return
-        self._credentials.reload()
         await self._children.tell_workers(ReloadCredentials())
+        self._credentials.reload()  # logs what the workers have done, too
         if not await self._reload(changes):
             logger.info("reload: no bundle has changed")
 
