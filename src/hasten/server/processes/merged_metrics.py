@@ -47,8 +47,8 @@ class MergedMetrics:
             merged.add(text)
         registry = prometheus_client.CollectorRegistry()
         registry.register(merged)
-        text: bytes = prometheus_client.generate_latest(registry)
-        return text
+        rendered: bytes = prometheus_client.generate_latest(registry)
+        return rendered
 
 
 class _Families:
