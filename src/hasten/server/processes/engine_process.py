@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,15 +17,10 @@ from hasten.server.scheduling.core_scheduler import CoreScheduler
 from hasten.server.settings import Settings
 from hasten.server.telemetry.metrics import Metrics
 
-logger = logging.getLogger("hasten")
-
 # Decoding an answer is a copy into shared memory here, which one thread does while sessions run.
 _COPY_THREADS = 1
 # How often batches that have run are counted.
 _TICK_S = 0.05
-# As in the API workers (server/run.py).
-_GC_THRESHOLD = (50_000, 20, 100)
-_SWITCH_INTERVAL_S = 0.001
 
 
 class EngineHost:
@@ -67,9 +58,6 @@ class EngineHost:
             model = EncoderModel(name, bundle, settings, self._scheduler, observer, encoders=_COPY_THREADS)
             self._instances[name] = model.instances
             self._models = {**self._models, (name, generation): ServedModel(model)}
-            # These objects live long: collecting them again would stop all threads.
-            gc.collect()
-            gc.freeze()
 
     def unload(self, name: str, generation: int, drain_s: float = 0.0) -> bool:
         """Drain and close a model, and the connections to it; return whether all batches were answered."""
@@ -115,14 +103,3 @@ class EngineHost:
     def _record(self) -> None:
         while not self._is_closed.wait(_TICK_S):
             self._metrics.deferred.run()
-
-
-def serve_engine(settings: Settings, directory: Path, index: int, control: Callable[[EngineHost], None]) -> None:
-    """Run the engine process until `control` returns, which loads and unloads models; then close the host."""
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    gc.set_threshold(*_GC_THRESHOLD)
-    host = EngineHost(settings, directory, index)
-    try:
-        control(host)
-    finally:
-        host.close(0.0)
