@@ -6,8 +6,10 @@ import http.client
 import json
 import os
 import select
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,7 @@ import pytest
 
 from hasten.bundle import Bundle
 from hasten.server.processes import worker_count
+from hasten.server.processes.children import socket_directory
 from hasten.server.settings import Settings
 from support.faulty_backend import faulty_environment
 from support.process_tree import ServerProcesses, is_alive
@@ -341,6 +344,18 @@ def test_cpu_models_are_served_by_one_process_by_default(classifier: Bundle, tmp
     with Running(tmp_path, str(classifier.path), *QUIET) as server:
         assert ServerProcesses(server.ready()).all == []
         assert server.stop() == 0
+
+
+def test_sockets_have_short_paths_in_a_private_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (tmp_path / "t", tmp_path / ("t" * 100)):
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        directory = socket_directory()
+        assert directory.stat().st_mode & 0o777 == 0o700
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(directory / "engine-99.sock"))
+        shutil.rmtree(directory)
+        assert list(folder.iterdir()) == []
 
 
 def test_several_engine_processes_need_several_workers(classifier: Bundle, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import socket
 import tempfile
@@ -35,6 +36,8 @@ from hasten.server.processes.supervised import SupervisedChild
 from hasten.server.settings import Settings
 from hasten.server.startup import unload_timeout_s
 
+# The longest path of a Unix socket is 103 bytes on macOS and 107 on Linux; this leaves room for its name.
+_MAX_DIRECTORY_BYTES = 85
 _WORKER, _ENGINE = "hasten.server.processes.api_worker", "hasten.server.processes.engine_main"
 # Time for a process to answer with its metrics; then its latest ones count.
 _METRICS_S = 2.0
@@ -62,7 +65,7 @@ class Children:
         self._settings = settings
         self._sockets = sockets
         self._grpc_address = "" if grpc_port is None else f"{bracketed(settings.host)}:{grpc_port}"
-        self._directory = Path(tempfile.mkdtemp(prefix="hasten-"))
+        self._directory = socket_directory()
         self._counters = SharedCounters(workers)
         self._metrics = MergedMetrics()
         # What the workers report.
@@ -170,3 +173,12 @@ class Children:
     def _forget_worker(self, index: int) -> None:
         self._counters.clear(index)
         self._metrics.end(self.workers[index].name)
+
+
+def socket_directory() -> Path:
+    """Return a new private directory, whose path is short enough for sockets."""
+    directory = Path(tempfile.mkdtemp(prefix="hasten-"))
+    if len(os.fsencode(directory)) > _MAX_DIRECTORY_BYTES:
+        directory.rmdir()
+        directory = Path(tempfile.mkdtemp(prefix="hasten-", dir="/tmp"))
+    return directory
