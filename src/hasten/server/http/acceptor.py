@@ -119,8 +119,9 @@ class Acceptor:
         """Accept the connections that wait, so that none of them is reset, and close the sockets."""
         self._is_our_turn = lambda _: True
         for listener in self._sockets:
-            while self._accept(listener):
-                pass
+            for _ in range(_BACKLOG // _MAX_ACCEPTED_PER_ITERATION):  # others may come as fast
+                if not self._accept(listener):
+                    break
             self._loop.remove_reader(listener)
             listener.close()
         self._sockets.clear()
