@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from hasten.bundle import Bundle
+from hasten.core.errors import UnavailableError
 from hasten.server.processes import worker_count
 from hasten.server.processes.children import socket_directory
 from hasten.server.settings import Settings
@@ -356,6 +357,9 @@ def test_sockets_have_short_paths_in_a_private_directory(tmp_path: Path, monkeyp
             listener.bind(str(directory / "engine-99.sock"))
         shutil.rmtree(directory)
         assert list(folder.iterdir()) == []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(UnavailableError, match="cannot create a directory for sockets"):
+        socket_directory()
 
 
 def test_several_engine_processes_need_several_workers(classifier: Bundle, tmp_path: Path) -> None:

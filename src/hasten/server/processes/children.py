@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hasten.core.errors import HastenError
+from hasten.core.errors import HastenError, UnavailableError
 from hasten.server.http.acceptor import bracketed
 from hasten.server.models.registry import Registry
 from hasten.server.processes.child import ChildProcess
@@ -177,8 +177,12 @@ class Children:
 
 def socket_directory() -> Path:
     """Return a new private directory, whose path is short enough for sockets."""
-    directory = Path(tempfile.mkdtemp(prefix="hasten-"))
-    if len(os.fsencode(directory)) > _MAX_DIRECTORY_BYTES:
-        directory.rmdir()
-        directory = Path(tempfile.mkdtemp(prefix="hasten-", dir="/tmp"))
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="hasten-"))
+        if len(os.fsencode(directory)) > _MAX_DIRECTORY_BYTES:
+            directory.rmdir()
+            directory = Path(tempfile.mkdtemp(prefix="hasten-", dir="/tmp"))
+    except OSError as error:
+        problem = f"cannot create a directory for sockets: {error.strerror or error}"
+        raise UnavailableError(problem, hint="set TMPDIR to a writable directory with a short path") from error
     return directory
