@@ -117,7 +117,9 @@ def test_processes_with_as_many_connections_divide_new_ones() -> None:
                 Acceptor(
                     [sockets[0].dup()],
                     partial(Accepted, index),
-                    is_our_turn=lambda opening, index=index: counters.may_accept(index, len(accepted[index]) + opening),
+                    is_our_turn=lambda opening, index=index: counters.may_accept(
+                        index, len(accepted[index]) + opening, CLIENTS
+                    ),
                 )
                 for index in range(processes)
             ]

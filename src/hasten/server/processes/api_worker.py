@@ -130,14 +130,16 @@ class ApiWorker:
         metrics.follow(lambda: self._models, reads_gpus=False)  # the engine processes read them
         self._app = build_app(WorkerApp, self._models, metrics, self._credentials.keys, settings)
         self._app.channel = self._channel
-        frontend = self._frontend = Frontend(self._app, http_limits(settings, request.workers), self._credentials.tls)
+        limits = http_limits(settings, request.workers)
+        frontend = self._frontend = Frontend(self._app, limits, self._credentials.tls)
         listeners = [socket.socket(fileno=number) for number in request.listeners]
         for listener in listeners:
             listener.setblocking(False)
-        frontend.accept(
-            listeners,
-            lambda opening: counters.may_accept(request.index, frontend.open_connections + opening),
-        )
+
+        def is_our_turn(opening: int) -> bool:
+            return counters.may_accept(request.index, frontend.open_connections + opening, limits.connections)
+
+        frontend.accept(listeners, is_our_turn)
         if request.grpc_address:
             await frontend.accept_grpc(request.grpc_address, shares_port=True)
         self._app.is_ready = True
