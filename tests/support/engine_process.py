@@ -14,20 +14,19 @@ _MAIN = """
 import json, sys
 from pathlib import Path
 from hasten.core.errors import HastenError
-from hasten.server.processes.engine_process import EngineHost, serve_engine
+from hasten.server.processes.engine_process import EngineHost
 from hasten.server.settings import Settings
 
-def control(host: EngineHost) -> None:
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        try:
-            result = getattr(host, name)(*arguments)
-        except HastenError as error:
-            result = {"error": type(error).__name__, "message": error.message}
-        print(json.dumps(result.decode() if isinstance(result, bytes) else result), flush=True)
-
 directory, index, options = sys.argv[1:]
-serve_engine(Settings(**json.loads(options)), Path(directory), int(index), control)
+host = EngineHost(Settings(**json.loads(options)), Path(directory), int(index))
+for line in sys.stdin:
+    name, *arguments = json.loads(line)
+    try:
+        result = getattr(host, name)(*arguments)
+    except HastenError as error:
+        result = {"error": type(error).__name__, "message": error.message}
+    print(json.dumps(result.decode() if isinstance(result, bytes) else result), flush=True)
+host.close(0.0)
 """
 
 

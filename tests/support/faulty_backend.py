@@ -8,9 +8,9 @@ from pathlib import Path
 from hasten.bundle import Bundle
 
 # The backend looks for files in FAULTY_FOLDER: with "wait" it does not open, with "hang" it does not return from a run
-# (and creates "hangs"), with "fail" a run raises an error, and with a number in "fail" only a run of rows that long. With
-# a number in "die" a run of rows that long ends the process. Threads whose names contain the text in "kill" end; the
-# method that "break" names (module, class, method) raises.
+# (and creates "hangs"), with "fail" a run raises an error, and with a number in "fail" only a run of rows that long.
+# With a number in "die" a run of rows that long ends the process. Threads whose names contain the text in "kill" end;
+# the method that "break" names (module, class, method) raises.
 _BACKEND = """
 import ctypes, os, signal, threading, time
 from importlib import import_module

@@ -22,19 +22,19 @@ class Credentials:
         self.tls = None if files is None else Tls(files)
 
     def reload(self, *, is_quiet: bool = False) -> None:
-        """Read changed files again; what is invalid stays as it was, and is logged even if success is not."""
-        level = logging.DEBUG if is_quiet else logging.INFO
+        """Read changed files again; what is invalid stays as it was. If quiet, another process logs the result."""
+        success, failure = (logging.DEBUG, logging.DEBUG) if is_quiet else (logging.INFO, logging.ERROR)
         if self._settings.api_key_file is not None:
             try:
                 self.keys = ApiKeys.read(self._settings.api_key_file)
             except PlanError as error:
-                logger.error("the API keys were not reloaded: %s", error)
+                logger.log(failure, "the API keys were not reloaded: %s", error)
             else:
-                logger.log(level, "reloaded %d API keys", len(self.keys))
+                logger.log(success, "reloaded %d API keys", len(self.keys))
         if self.tls is not None:
             try:
                 self.tls.reload()
             except (PlanError, OSError) as error:
-                logger.error("the TLS certificate was not reloaded: %s", error)
+                logger.log(failure, "the TLS certificate was not reloaded: %s", error)
             else:
-                logger.log(level, "reloaded the TLS certificate")
+                logger.log(success, "reloaded the TLS certificate")

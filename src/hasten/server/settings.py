@@ -151,8 +151,8 @@ class Settings:
     workers: Annotated[
         int | None,
         Option(
-            *(_parse_workers, "COUNT"),
-            "processes that answer clients: N or auto (default: several if a model runs on a GPU)",
+            *(_parse_workers, "N|auto"),
+            "processes that answer clients (default: several if a model runs on a GPU)",
             _PROCESSES,
         ),
     ] = None

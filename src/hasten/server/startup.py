@@ -58,12 +58,12 @@ def make_app(settings: Settings) -> App:
         return family_of_bundle(bundle).serve(name, bundle, chosen, scheduler, metrics)
 
     models = ModelRegistry(open_model, drain_s=unload_timeout_s(settings))
+    metrics.follow(lambda: models)
     return build_app(App, models, metrics, ApiKeys.read(settings.api_key_file), settings)
 
 
 def build_app(kind: type[AnyApp], models: ModelRegistry, metrics: Metrics, keys: ApiKeys, settings: Settings) -> AnyApp:
     """Return an application that logs and traces its requests as the settings say."""
-    metrics.follow(models)
     listeners: list[RequestListener] = [logs.log_request] if settings.logs_requests else []
     tracer = Tracer() if is_configured() else None
     return kind(

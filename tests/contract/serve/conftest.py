@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from hasten.bundle import Bundle
@@ -11,3 +13,11 @@ from hasten.bundle import Bundle
 def classifier(classifier_bundle: Bundle) -> Bundle:
     """The bundle that most server tests serve; they must not change it."""
     return classifier_bundle
+
+
+@pytest.fixture(scope="module", params=[1, 4], ids=["one-process", "four-workers"])
+def workers(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Run the servers of a module in one process, then with four API workers and an engine process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HASTEN_WORKERS", str(request.param))
+        yield request.param

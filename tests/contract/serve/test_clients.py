@@ -42,10 +42,9 @@ def bundles(
 
 
 @pytest.fixture(scope="module")
-def server(bundles: dict[str, Bundle]) -> Iterator[Server]:
-    server = Server(
-        *(str(bundle.path) for bundle in bundles.values()), "--threads", "1", "--max-body", "1MB", "--model-control"
-    )
+def server(bundles: dict[str, Bundle], workers: int) -> Iterator[Server]:
+    words = ("--threads", "1", "--max-body", "1MB", "--model-control", "--workers", str(workers))
+    server = Server(*(str(bundle.path) for bundle in bundles.values()), *words)
     yield server
     code, errors = server.stop()
     assert code == 0, errors

@@ -271,10 +271,12 @@ def test_request_that_ends_the_engine_process_twice_fails_alone(
 
 
 def test_session_rejects_another_bundle_of_the_same_name(
-    directory: Path, classifier: Bundle, faulty_bundle: Bundle, tmp_path: Path
+    directory: Path, classifier: Bundle, faulty_bundle: Bundle, tmp_path: Path, local: Predictor
 ) -> None:
     with serving(classifier, directory):
         session = RemoteSession(directory, 0, NAME, 1)
+    with pytest.raises(SessionLostError):
+        session.run(local.encode([TEXTS[0]]).batch)
     with serving(faulty_bundle, directory, tmp_path):
         assert not session.reconnect()
     with serving(classifier, directory):
@@ -298,8 +300,7 @@ def test_least_loaded_engine_process_runs_the_next_batch(
             while not hangs.exists():
                 if stuck.is_done:
                     stuck = Asked(model)
-            assert_answered([Asked(model) for _ in range(5)])
-            for _ in range(5):
+            for _ in range(10):
                 assert_answered([Asked(model)])
             assert not stuck.is_done
             (folder / "hang").unlink()

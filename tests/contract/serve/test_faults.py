@@ -19,13 +19,15 @@ from support.server_process import Server
 from support.wait import wait_until
 
 pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
+pytestmark = pytest.mark.usefixtures("workers")
 TEXT = "one answer"
 INFER = "/v2/models/classifier/infer"
 
 
 @pytest.fixture(scope="module")
-def server(classifier: Bundle) -> Iterator[Server]:
-    started = Server(str(classifier.path), "--threads", "1", "--no-grpc", "--read-timeout", "2s")
+def server(classifier: Bundle, workers: int) -> Iterator[Server]:
+    words = ("--threads", "1", "--no-grpc", "--read-timeout", "2s", "--workers", str(workers))
+    started = Server(str(classifier.path), *words)
     yield started
     code, errors = started.stop()
     assert code == 0, errors

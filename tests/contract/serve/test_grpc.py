@@ -30,10 +30,12 @@ from support.grpc_client import (
 )
 from support.server_process import Server
 
+pytestmark = pytest.mark.usefixtures("workers")
+
 
 @pytest.fixture(scope="module")
-def server(classifier: Bundle) -> Iterator[Server]:
-    with running_server(str(classifier.path), "--model-control") as server:
+def server(classifier: Bundle, workers: int) -> Iterator[Server]:
+    with running_server(str(classifier.path), "--model-control", "--workers", str(workers)) as server:
         yield server
 
 

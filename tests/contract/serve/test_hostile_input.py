@@ -18,6 +18,7 @@ from hasten.bundle import Bundle
 from support.server_operations import BODY, QUIET, Running
 
 pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
+pytestmark = pytest.mark.usefixtures("workers")
 
 _CLIENTS = 40
 _CLIENTS_PER_HEALTH_CHECK = 4
@@ -28,8 +29,9 @@ _BODY_BYTES = 2**22 - 2**12
 
 
 @pytest.fixture(scope="module")
-def server(classifier_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with Running(tmp_path_factory.mktemp("hostile"), str(classifier_bundle.path), *QUIET) as running:
+def server(classifier_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory, workers: int) -> Iterator[Running]:
+    words = (str(classifier_bundle.path), *QUIET, "--workers", str(workers))
+    with Running(tmp_path_factory.mktemp("hostile"), *words) as running:
         assert running.ready().ask("/predict", BODY)[0] == 200
         yield running
         assert running.stop() == 0

@@ -21,6 +21,7 @@ from hasten.bundle import Bundle
 from support.server_process import Server
 
 pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
+pytestmark = pytest.mark.usefixtures("workers")
 TEXT = "one answer"
 
 
@@ -32,8 +33,8 @@ def embedder(tiny_embedder: Any, quick_build: Any, tmp_path_factory: Any) -> Bun
 
 
 @pytest.fixture(scope="module")
-def server(classifier: Bundle, embedder: Bundle) -> Iterator[Server]:
-    started = Server(str(classifier.path), str(embedder.path), "--threads", "1")
+def server(classifier: Bundle, embedder: Bundle, workers: int) -> Iterator[Server]:
+    started = Server(str(classifier.path), str(embedder.path), "--threads", "1", "--workers", str(workers))
     yield started
     code, errors = started.stop()
     assert code == 0, errors

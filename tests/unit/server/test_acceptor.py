@@ -6,11 +6,14 @@ import asyncio
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
+from itertools import chain
 
 import pytest
 
 from hasten.core.errors import UnavailableError
 from hasten.server.http.acceptor import Acceptor, listen
+from hasten.server.processes.shared_counters import SharedCounters
 from support.http_server import ControlledServer, blocked_loop, get, receive_all, statuses
 
 pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
@@ -89,6 +92,49 @@ def test_process_leaves_connections_to_others_but_not_for_long() -> None:
         return asked
 
     assert 20 < asyncio.run(asyncio.wait_for(serve(), 20)) < 30
+
+
+def test_processes_with_as_many_connections_divide_new_ones() -> None:
+    """A batch of 64 would give all connections to two of eight processes."""
+
+    async def serve(processes: int) -> list[int]:
+        counters, sockets = SharedCounters(processes), listen("127.0.0.1", 0)
+        accepted: list[list[asyncio.BaseTransport]] = [[] for _ in range(processes)]
+
+        class Accepted(asyncio.Protocol):
+            def __init__(self, index: int) -> None:
+                self._index = index
+
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                accepted[self._index].append(transport)
+
+        for index in range(processes):
+            counters.set_connections(index, 0)
+        with ExitStack() as opened:
+            for _ in range(CLIENTS):
+                opened.enter_context(socket.create_connection(sockets[0].getsockname()))
+            acceptors = [
+                Acceptor(
+                    [sockets[0].dup()],
+                    partial(Accepted, index),
+                    is_our_turn=lambda opening, index=index: counters.may_accept(
+                        index, len(accepted[index]) + opening, CLIENTS
+                    ),
+                )
+                for index in range(processes)
+            ]
+            while sum(map(len, accepted)) < CLIENTS:
+                await asyncio.sleep(0.001)
+            for acceptor in acceptors:
+                acceptor.close()
+            sockets[0].close()
+            for transport in chain(*accepted):
+                transport.close()
+            await asyncio.sleep(0)  # they close in the next iteration
+        return [len(transports) for transports in accepted]
+
+    counts = asyncio.run(asyncio.wait_for(serve(8), 20))
+    assert max(counts) - min(counts) <= 5, counts
 
 
 def test_host_with_several_addresses_listens_on_one_port() -> None:

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from hasten.core.errors import BundleError, InputError, OverloadedError, StageError, UnavailableError
-from hasten.server.processes.control import (
-    ChannelClosedError,
-    ControlChannel,
+from hasten.server.processes.control import ChannelClosedError, ControlChannel
+from hasten.server.processes.messages import (
     Done,
     Drain,
     MetricsText,

@@ -34,6 +34,7 @@ from hasten.core.tensors import (
 )
 from hasten.server.scheduling.core_scheduler import CoreScheduler
 from hasten.server.scheduling.encoder_engine import EncoderRequest, Engine, EngineObserver
+from hasten.server.scheduling.lost_session import ReconnectingSession, SessionLostError
 from hasten.server.scheduling.queue import Limits
 from hasten.tasks import Encoded
 from support.wait import wait_until
@@ -584,3 +585,118 @@ def test_request_at_fault_does_not_make_its_engine_faulty(engine: Engine) -> Non
         assert isinstance(Submitted(engine, [[POISON]]).wait(), StageError)
     assert engine.fault() is None
     assert not engine.is_recovering
+
+
+class LosableSession(ReconnectingSession):
+    """A session whose process ends while it runs the token POISON, and whenever `ends` is set."""
+
+    def __init__(self) -> None:
+        self.spec = SessionSpec(SIGNATURE, Layout.PADDED, "cpu", "fp32")
+        self.inner = SummingSession()
+        self.ran: list[tuple[list[int], bool]] = []
+        self.is_lost = False
+        self.is_reachable = True
+        self.was_running = True
+
+    @property
+    def load(self) -> int:
+        return 0
+
+    def run(self, batch: Batch) -> Outputs:
+        return self._run(batch, is_alone=False)
+
+    def run_alone(self, batch: Batch) -> Outputs:
+        return self._run(batch, is_alone=True)
+
+    def reconnect(self) -> bool:
+        self.is_lost = not self.is_reachable
+        return self.is_reachable
+
+    def _run(self, batch: Batch, *, is_alone: bool) -> Outputs:
+        self.inner.gate.wait()
+        self.ran.append((batch.values["input_ids"].tolist(), is_alone))
+        if self.is_lost or POISON in batch.values["input_ids"]:
+            was_running, self.is_lost = not self.is_lost and self.was_running, True
+            raise SessionLostError("the process has ended", was_running=was_running)
+        return self.inner.run(batch)
+
+
+@pytest.fixture
+def losable() -> LosableSession:
+    return LosableSession()
+
+
+@pytest.fixture
+def remote_engine(losable: LosableSession) -> Iterator[Engine]:
+    engine = Engine([losable], Limits(requests=50), encoders=1)
+    yield engine
+    losable.inner.gate.set()
+    engine.close()
+
+
+def test_request_that_ends_its_process_twice_fails_alone(remote_engine: Engine, losable: LosableSession) -> None:
+    losable.inner.gate.clear()
+    first = Submitted(remote_engine, [[5]])
+    wait_until(lambda: remote_engine._workers[0].busy_since)
+    sent = [Submitted(remote_engine, [row]) for row in ([1, 2], [POISON, 1], [3, 4])]
+    wait_until(lambda: remote_engine.waiting == 3)
+    losable.inner.gate.set()
+    assert first.wait()["sum"] == [[5.0]]
+    fine, poison, also_fine = sent
+    assert (fine.wait()["sum"], also_fine.wait()["sum"]) == ([[3.0]], [[7.0]])
+    assert isinstance(poison.wait(), StageError)
+    assert losable.ran == [
+        ([5], False),
+        ([1, 2, POISON, 1, 3, 4], False),
+        ([1, 2], True),
+        ([POISON, 1], True),
+        ([3, 4], True),
+    ]
+    wait_until(lambda: not remote_engine.is_recovering)
+
+
+def test_batch_that_had_not_started_is_not_suspected(remote_engine: Engine, losable: LosableSession) -> None:
+    for _ in range(3):
+        losable.is_lost = True
+        assert Submitted(remote_engine, [[1, 2]]).wait()["sum"] == [[3.0]]
+    assert not any(is_alone for _, is_alone in losable.ran)
+
+
+def test_lost_session_is_awaited_while_deadlines_pass(remote_engine: Engine, losable: LosableSession) -> None:
+    losable.is_lost, losable.is_reachable = True, False
+    deadline = time.monotonic() + 60
+    late, later = (Submitted(remote_engine, [[2]], deadline=deadline + more) for more in (0, 100))
+    wait_until(lambda: remote_engine.is_recovering and remote_engine.waiting == 2)
+    assert (remote_engine.fault(), remote_engine.stalled_for_s(deadline)) == (None, 0.0)
+    remote_engine.expire(deadline + 1)
+    assert isinstance(late.wait(), DeadlineError)
+    assert later.call_count == 0
+    losable.is_reachable = True
+    assert later.wait()["sum"] == [[2.0]]
+    wait_until(lambda: not remote_engine.is_recovering)
+
+
+def test_engine_with_a_lost_session_closes(losable: LosableSession) -> None:
+    engine = Engine([losable], Limits(), encoders=1)
+    losable.is_lost, losable.is_reachable = True, False
+    sent = Submitted(engine, [[2]])
+    wait_until(lambda: engine.is_recovering)
+    assert not engine.drain(0.01)
+    engine.close()
+    assert isinstance(sent.wait(), UnavailableError)
+    assert not engine._workers[0].thread.is_alive()
+
+
+def test_session_lost_after_the_engine_was_closed_ends_its_requests(losable: LosableSession) -> None:
+    engine = Engine([losable], Limits(), encoders=1)
+    losable.inner.gate.clear()
+    sent = Submitted(engine, [[2]])
+    wait_until(lambda: engine._workers[0].busy_since)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    wait_until(lambda: engine._is_aborted)
+    losable.is_lost, losable.is_reachable = True, False
+    losable.inner.gate.set()
+    assert isinstance(sent.wait(), UnavailableError)
+    closing.join()
+    wait_until(lambda: not engine._workers[0].thread.is_alive())

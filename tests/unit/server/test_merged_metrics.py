@@ -41,8 +41,8 @@ def test_counts_are_added_and_other_gauges_are_not() -> None:
     assert samples["hasten_requests_total", ("m", "200")] == 7
     assert samples["hasten_seconds_count", ("m",)] == 7
     assert samples["hasten_seconds_sum", ("m",)] == pytest.approx(0.14)
-    assert samples["hasten_seconds_bucket", ("m", "0.01")] == 0
-    assert samples["hasten_seconds_bucket", ("m", "+Inf")] == 7
+    assert samples["hasten_seconds_bucket", ("0.01", "m")] == 0
+    assert samples["hasten_seconds_bucket", ("+Inf", "m")] == 7
     assert samples["hasten_queue_size", ()] == 3
     assert samples["hasten_peak_memory_bytes", ()] == 50
     assert samples["hasten_gpu_memory_bytes", ()] == 7

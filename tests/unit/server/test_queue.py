@@ -145,3 +145,32 @@ def test_unpadded_batches_are_filled_in_queue_order() -> None:
         packed.put(pending(1))
     packed.put(pending(100, priority=-1))
     assert [taken(packed), taken(packed), taken(packed)] == [[100], [1] * 4, [1] * 2]
+
+
+def test_rows_that_are_put_back_run_in_order_of_arrival(queue: Queue) -> None:
+    first, second, third = (pending(10, 11), pending(10), pending(10))
+    for request in (first, second):
+        queue.put(request)
+    job = queue.take(0.0)
+    assert job is not None
+    queue.put(third)
+    for part in reversed(job.slices):
+        queue.put_back(part.request, part.rows)
+    assert (len(queue), queue.tokens) == (3, 41)
+    again = queue.take(0.0)
+    assert again is not None
+    assert again.slices[0].request is first
+    assert sorted((part.request.order, part.rows.tolist()) for part in again.slices) == [
+        (0, [0, 1]),
+        (1, [0]),
+        (2, [0]),
+    ]
+    assert (len(queue), queue.tokens, queue.oldest) == (0, 0, None)
+
+
+@pytest.mark.parametrize("round_up", [None, lambda tokens: tokens])
+def test_suspect_request_runs_without_others(round_up: Any) -> None:
+    queue = Queue(Limits(tokens_per_batch=64, round_up=round_up))
+    for is_suspect in (False, True, False, True):
+        queue.put(pending(5, 5, is_suspect=is_suspect))
+    assert [taken(queue) for _ in range(4)] == [[5] * 4, [5] * 2, [5] * 2, []]

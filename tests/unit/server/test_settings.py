@@ -26,6 +26,7 @@ VALUES: dict[str, list[tuple[str, object]]] = {
     "FORMAT": [("json", "json"), ("text", "text"), ("json", "json")],
     "RUNNER": [("ray", "ray"), ("local", "local"), ("ray", "ray")],
     "COUNT": [("auto", Replicas(1, None)), ("2", Replicas(2, 2)), ("1-8", Replicas(1, 8))],
+    "N|auto": [("3", 3), ("5", 5), ("7", 7)],
     "FRACTION": [("0.5", 0.5), ("1", 1.0), ("0.25", 0.25)],
     "": [("yes", True), ("no", False), ("1", True)],
 }
@@ -92,6 +93,8 @@ def test_bundles_are_read_from_the_environment() -> None:
         (["--replicas", "some"], {}, "", r"--replicas: 'some' is not a whole number \(write 2, 1-8 or auto\)"),
         (["--replicas", "0-2"], {}, "", "--replicas: the value must be at least 1"),
         (["--replicas", "3-2"], {}, "", "--replicas: '3-2' is not a range"),
+        (["--workers", "many"], {}, "", r"--workers: 'many' is not a whole number \(write 4 or auto\)"),
+        (["--workers", "0"], {}, "", "--workers: the value must be at least 1"),
         (["--gpus", "0"], {}, "", "--gpus: '0' is not a fraction of a GPU"),
         (["--gpus", "2"], {}, "", "'2' is not a fraction of a GPU: a replica uses at most one"),
         ([], {"HASTEN_GRPC": "maybe"}, "", "HASTEN_GRPC: 'maybe' is neither"),

@@ -12,6 +12,7 @@ from hasten.server.processes.shared_counters import SharedCounters
 from hasten.server.scheduling.admission import TokenAdmission
 from hasten.server.scheduling.queue import Limits
 
+LIMIT = 1000
 _OTHER_PROCESS = """
 import sys
 from hasten.server.processes.shared_counters import SharedCounters
@@ -53,13 +54,21 @@ def test_limit_holds_for_the_open_requests_of_all_processes() -> None:
 
 def test_worker_with_more_connections_leaves_the_next_to_others() -> None:
     counters = SharedCounters(3)
-    assert counters.may_accept(0, 100)  # no other listens yet
+    assert counters.may_accept(0, 100, LIMIT)  # no other listens yet
     counters.set_connections(1, 90)
-    assert not counters.may_accept(0, 100)
-    assert counters.may_accept(1, 90)
+    assert not counters.may_accept(0, 100, LIMIT)
+    assert counters.may_accept(1, 90, LIMIT)
     counters.set_connections(2, 97)
-    assert not counters.may_accept(2, 97)
+    assert not counters.may_accept(2, 97, LIMIT)
     counters.clear(1)  # ended
-    assert counters.may_accept(2, 97)
-    assert counters.may_accept(0, 100)
-    assert not counters.may_accept(0, 101)
+    assert counters.may_accept(2, 97, LIMIT)
+    assert counters.may_accept(0, 100, LIMIT)
+    assert not counters.may_accept(0, 101, LIMIT)
+
+
+def test_worker_at_its_limit_leaves_connections_to_those_below() -> None:
+    counters = SharedCounters(2)
+    counters.set_connections(1, 1)
+    assert not counters.may_accept(0, 2, limit=2)
+    counters.set_connections(1, 2)
+    assert counters.may_accept(0, 2, limit=2)  # to reject it

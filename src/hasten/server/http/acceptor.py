@@ -12,7 +12,6 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from hasten.core.errors import UnavailableError
 
@@ -101,7 +100,7 @@ class Acceptor:
         """Start to accept.
 
         While `is_our_turn` returns False, connections are left to other processes for a moment. Its argument is the
-        number of accepted connections whose protocols have not begun.
+        number of accepted connections whose protocols do not know them yet.
         """
         self._loop = asyncio.get_running_loop()
         self._sockets = list(sockets)
@@ -110,7 +109,9 @@ class Acceptor:
         self._handshake_s = handshake_s if tls is not None else None
         self._is_our_turn = is_our_turn
         self._pauses = 0
-        self._opening: set[asyncio.Task[None]] = set()
+        # Accepted connections whose protocols do not know them yet.
+        self._opening: set[socket.socket] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         for listener in self._sockets:
             self._loop.add_reader(listener, self._accept, listener)
 
@@ -118,8 +119,9 @@ class Acceptor:
         """Accept the connections that wait, so that none of them is reset, and close the sockets."""
         self._is_our_turn = lambda _: True
         for listener in self._sockets:
-            while self._accept(listener):
-                pass
+            for _ in range(_BACKLOG // _MAX_ACCEPTED_PER_ITERATION):  # others may come as fast
+                if not self._accept(listener):
+                    break
             self._loop.remove_reader(listener)
             listener.close()
         self._sockets.clear()
@@ -144,18 +146,27 @@ class Acceptor:
                     self._pause(listener, _ERROR_PAUSE_S)
                 return False
             client.setblocking(False)
+            self._opening.add(client)
             task = self._loop.create_task(self._open(client))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         self._pauses = 0
         return True
 
     async def _open(self, client: socket.socket) -> None:
-        # Scanners and clients that refuse the certificate end here.
-        with suppress(OSError):
+        def make_protocol() -> asyncio.BaseProtocol:
+            if self._tls is None:  # its connection_made is called next
+                self._loop.call_soon(self._opening.discard, client)
+            return self._make_protocol()
+
+        try:
             await self._loop.connect_accepted_socket(
-                self._make_protocol, client, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
+                make_protocol, client, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
             )
+        except OSError:
+            client.close()  # a scanner, or a client that refuses the certificate
+        finally:
+            self._opening.discard(client)
 
     def _pause(self, listener: socket.socket, seconds: float) -> None:
         self._loop.remove_reader(listener)

@@ -18,9 +18,9 @@ from hasten.server.app import App
 from hasten.server.credentials import Credentials
 from hasten.server.frontend import Frontend, allow_connections
 from hasten.server.processes.child_main import control_socket, settings_of
-from hasten.server.processes.control import (
+from hasten.server.processes.control import ControlChannel
+from hasten.server.processes.messages import (
     Configure,
-    ControlChannel,
     Done,
     Drain,
     MetricsText,
@@ -96,9 +96,9 @@ class ApiWorker:
             case Configure():
                 await self._configure(request)
             case PrepareModel(version=version, column=column):
-                await self._in_thread(lambda: self._models.prepare(version, column))
+                variant = await self._in_thread(lambda: self._models.prepare(version, column))
                 freeze_objects()
-                return ModelLoaded()
+                return ModelLoaded(variant)
             case SwapModel(version=version):
                 self._models.swap(version)
             case RetireModel(version=version, drain_s=drain_s):
@@ -126,16 +126,20 @@ class ApiWorker:
         self._credentials = Credentials(settings)
         self._models = WorkerModels(settings, request, counters)
         self._models.channel = self._channel
-        self._app = build_app(WorkerApp, self._models, Metrics(), self._credentials.keys, settings)
+        metrics = Metrics()
+        metrics.follow(lambda: self._models, reads_gpus=False)  # the engine processes read them
+        self._app = build_app(WorkerApp, self._models, metrics, self._credentials.keys, settings)
         self._app.channel = self._channel
-        frontend = self._frontend = Frontend(self._app, http_limits(settings, request.workers), self._credentials.tls)
+        limits = http_limits(settings, request.workers)
+        frontend = self._frontend = Frontend(self._app, limits, self._credentials.tls)
         listeners = [socket.socket(fileno=number) for number in request.listeners]
         for listener in listeners:
             listener.setblocking(False)
-        frontend.accept(
-            listeners,
-            lambda opening: counters.may_accept(request.index, frontend.open_connections + opening),
-        )
+
+        def is_our_turn(opening: int) -> bool:
+            return counters.may_accept(request.index, frontend.open_connections + opening, limits.connections)
+
+        frontend.accept(listeners, is_our_turn)
         if request.grpc_address:
             await frontend.accept_grpc(request.grpc_address, shares_port=True)
         self._app.is_ready = True

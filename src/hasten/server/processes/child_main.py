@@ -11,7 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from hasten.server.processes.control import Configure, ControlChannel, decode_settings
+from hasten.server.processes.control import ControlChannel
+from hasten.server.processes.messages import Configure, decode_settings
 from hasten.server.settings import Settings
 from hasten.server.telemetry import logs
 

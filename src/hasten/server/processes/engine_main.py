@@ -17,14 +17,14 @@ from typing import TypeVar
 from hasten.bundle import open_bundle
 from hasten.core.errors import BundleError, StageError
 from hasten.server.processes.child_main import control_socket, remove_after_parent, settings_of
-from hasten.server.processes.control import (
+from hasten.server.processes.control import ControlChannel
+from hasten.server.processes.engine_process import EngineHost
+from hasten.server.processes.messages import (
     Configure,
-    ControlChannel,
     Done,
     Drain,
     LoadModel,
     MetricsText,
-    ModelLoaded,
     ModelVersion,
     ReadMetrics,
     ReadStatus,
@@ -33,7 +33,6 @@ from hasten.server.processes.control import (
     Status,
     UnloadModel,
 )
-from hasten.server.processes.engine_process import EngineHost
 from hasten.server.startup import SWITCH_INTERVAL_S, freeze_objects
 
 Result = TypeVar("Result")
@@ -69,7 +68,7 @@ class EngineProgram:
                 return Done()
             case LoadModel(version=version):
                 await self._in_thread(lambda: self._load(version))
-                return ModelLoaded()
+                return Done()
             case UnloadModel(version=version):
                 await self._in_thread(lambda: self._unload(version))
                 return Done()

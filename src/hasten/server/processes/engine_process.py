@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,15 +17,10 @@ from hasten.server.scheduling.core_scheduler import CoreScheduler
 from hasten.server.settings import Settings
 from hasten.server.telemetry.metrics import Metrics
 
-logger = logging.getLogger("hasten")
-
 # Decoding an answer is a copy into shared memory here, which one thread does while sessions run.
 _COPY_THREADS = 1
 # How often batches that have run are counted.
 _TICK_S = 0.05
-# As in the API workers (server/run.py).
-_GC_THRESHOLD = (50_000, 20, 100)
-_SWITCH_INTERVAL_S = 0.001
 
 
 class EngineHost:
@@ -45,6 +36,7 @@ class EngineHost:
         threads = (settings.instances or 1) * (settings.threads or 1)
         self._scheduler = CoreScheduler(max(usable_cores(), threads))
         self._models: dict[tuple[str, int], ServedModel] = {}
+        self._metrics.follow(lambda: [served.model for served in self._models.values()])
         # The number of sessions of each model, which is measured once: measuring it under load would be wrong.
         self._instances: dict[str, int] = {}
         self._change = threading.Lock()
@@ -66,9 +58,6 @@ class EngineHost:
             model = EncoderModel(name, bundle, settings, self._scheduler, observer, encoders=_COPY_THREADS)
             self._instances[name] = model.instances
             self._models = {**self._models, (name, generation): ServedModel(model)}
-            # These objects live long: collecting them again would stop all threads.
-            gc.collect()
-            gc.freeze()
 
     def unload(self, name: str, generation: int, drain_s: float = 0.0) -> bool:
         """Drain and close a model, and the connections to it; return whether all batches were answered."""
@@ -97,7 +86,7 @@ class EngineHost:
     def metrics(self) -> bytes:
         """Return the metrics of batches, and of this process, in Prometheus text format.
 
-        Those of requests, queues and GPUs are the workers'.
+        Those of requests are the workers'. Batches in the queue wait for a session, as requests in theirs do.
         """
         return self._metrics.render()
 
@@ -114,14 +103,3 @@ class EngineHost:
     def _record(self) -> None:
         while not self._is_closed.wait(_TICK_S):
             self._metrics.deferred.run()
-
-
-def serve_engine(settings: Settings, directory: Path, index: int, control: Callable[[EngineHost], None]) -> None:
-    """Run the engine process until `control` returns, which loads and unloads models; then close the host."""
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    gc.set_threshold(*_GC_THRESHOLD)
-    host = EngineHost(settings, directory, index)
-    try:
-        control(host)
-    finally:
-        host.close(0.0)

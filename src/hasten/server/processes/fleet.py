@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hasten.bundle import open_bundle
-from hasten.core.errors import HastenError
-from hasten.server.processes.control import (
-    ChannelClosedError,
+from hasten.core.errors import HastenError, UnavailableError
+from hasten.server.processes.control import ChannelClosedError
+from hasten.server.processes.messages import (
     Done,
     LoadModel,
     ModelLoaded,
@@ -29,6 +29,8 @@ from hasten.server.processes.worker_count import require_encoder
 
 logger = logging.getLogger("hasten")
 
+# Attempts to load a bundle if processes end meanwhile, which it may be the reason for.
+_ATTEMPTS = 3
 # Time for a worker to answer beyond the time in which it drains.
 _REPLY_S = 5.0
 
@@ -47,7 +49,8 @@ class FleetModel:
 
     def close(self, drain_s: float) -> bool:
         """Drain the model in all workers, then unload it. Blocks; for any thread but the loop's."""
-        return self._fleet.run(self._fleet.retire(self, drain_s))
+        self._fleet.run(self._fleet.retire(self, drain_s))
+        return True
 
 
 class Fleet:
@@ -82,33 +85,46 @@ class Fleet:
         return model
 
     async def _open(self, version: ModelVersion) -> FleetModel:
-        async with self._change:
-            self._held.append(version)
+        """Open a model, again if a process ends meanwhile: the bundle is tried once per change of its files."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            for engine in self._engines:
+                await engine.up.wait()
             try:
-                loaded = await _all(self._load(engine, version) for engine in self._engines)
-                workers = [worker for worker in self._workers if worker.is_up]
-                await _all(self._prepare(worker, version) for worker in workers)
-            except BaseException:
-                await self._remove(version, drain_s=0.0)
-                raise
-            self._served[version.name] = version
-            await _all(_unless_ended(worker.call(SwapModel(version), Done)) for worker in workers)
-        return FleetModel(self, version, loaded[0].variant)
+                async with self._change:
+                    return await self._open_once(version)
+            except UnavailableError as error:
+                if attempt == _ATTEMPTS:
+                    raise
+                logger.warning("%s is loaded again: %s", version.name, error)
+        raise AssertionError
 
-    async def retire(self, model: FleetModel, drain_s: float) -> bool:
+    async def _open_once(self, version: ModelVersion) -> FleetModel:
+        self._held.append(version)
+        try:
+            await _all(engine.call(LoadModel(version), Done) for engine in self._engines)
+            # Others open it once they have started.
+            workers = [worker for worker in self._workers if worker.is_up]
+            variants = await _all(self._prepare(worker, version) for worker in workers)
+        except BaseException:
+            await self._remove(version, drain_s=0.0)
+            raise
+        self._served[version.name] = version
+        await _all(_unless_ended(worker.call(SwapModel(version), Done)) for worker in workers)
+        return FleetModel(self, version, next(iter(variants), ""))
+
+    async def retire(self, model: FleetModel, drain_s: float) -> None:
         """Drain a model that was replaced or unloaded, then unload it in the engines."""
         async with self._change:
             if self._served.get(model.name) == model.version:
                 del self._served[model.name]
         # Without the lock: processes may start again while a model drains.
         await self._remove(model.version, drain_s)
-        return True
 
     async def take_up_engine(self, engine: SupervisedChild) -> None:
         """Load all models that are in use in an engine process that has started."""
         async with self._change:
             for version in list(self._held):
-                await self._load(engine, version)
+                await engine.call(LoadModel(version), Done)
             engine.is_up = True
 
     async def take_up_worker(self, worker: SupervisedChild) -> None:
@@ -125,15 +141,10 @@ class Fleet:
                     worker.is_up = True
                     return
 
-    async def _load(self, engine: SupervisedChild, version: ModelVersion) -> ModelLoaded:
-        return await engine.call(LoadModel(version), ModelLoaded)
-
-    async def _prepare(self, worker: SupervisedChild, version: ModelVersion) -> None:
+    async def _prepare(self, worker: SupervisedChild, version: ModelVersion) -> str:
+        """Open a model in a worker and return its variant."""
         column = self._columns.setdefault(version.name, min(len(self._columns), MAX_MODELS - 1))
-        if worker.is_up:  # one that ends meanwhile opens the model when it has started again
-            await _unless_ended(worker.call(PrepareModel(version, column), ModelLoaded))
-        else:
-            await worker.call(PrepareModel(version, column), ModelLoaded)
+        return (await worker.call(PrepareModel(version, column), ModelLoaded)).variant
 
     async def _remove(self, version: ModelVersion, drain_s: float) -> None:
         for processes, request in (

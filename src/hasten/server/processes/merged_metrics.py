@@ -47,7 +47,8 @@ class MergedMetrics:
             merged.add(text)
         registry = prometheus_client.CollectorRegistry()
         registry.register(merged)
-        return prometheus_client.generate_latest(registry)
+        rendered: bytes = prometheus_client.generate_latest(registry)
+        return rendered
 
 
 class _Families:

@@ -49,11 +49,15 @@ class SharedCounters:
         """Publish how many connections a worker has."""
         self._memory[worker * _COLUMNS] = connections
 
-    def may_accept(self, worker: int, connections: int) -> bool:
-        """Return whether a worker should accept another connection: no other has far fewer."""
+    def may_accept(self, worker: int, connections: int, limit: int) -> bool:
+        """Return whether a worker should accept another connection: no other has far fewer.
+
+        Beyond the limit of a worker, connections are rejected: it leaves them to one that has not reached it.
+        """
         self.set_connections(worker, connections)
         others = self._memory[0 : self._workers * _COLUMNS : _COLUMNS].tolist()
-        return connections < min((count for count in others if count != _ABSENT), default=connections) + _SLACK
+        fewest = min((count for count in others if count != _ABSENT), default=connections)
+        return connections < fewest + _SLACK and (connections < limit or fewest >= limit)
 
     def requests(self, worker: int, column: int) -> SharedRequests:
         """Return the open requests of a model, as one worker counts them."""

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable
 
 from hasten.core.errors import HastenError
 from hasten.server.processes.child import ChildProcess
-from hasten.server.processes.control import AnyReply, ChannelClosedError, ReadStatus, Request, Status
+from hasten.server.processes.control import AnyReply, ChannelClosedError
+from hasten.server.processes.messages import ReadStatus, Request, Status
 
 logger = logging.getLogger("hasten")
 
@@ -93,23 +94,27 @@ class SupervisedChild:
             raise ChannelClosedError(f"{self.name} has ended") from error
 
     async def keep_running(self, on_end: Callable[[], None]) -> None:
-        """Start the process, and start it again whenever it has ended; return once it is stopping."""
-        while not self.is_stopping and self.fault is None:
+        """Start the process, and start it again whenever it has ended, until it is stopping or ends too often."""
+        while self._may_start():
             child = self._child = await self._start()
-            taking_up = asyncio.ensure_future(self._watch())
+            watching = asyncio.ensure_future(self._watch())
             how = await child.wait()
-            taking_up.cancel()
+            watching.cancel()
             self._child, self.is_up = None, False
             on_end()
+            if not self.is_stopping:
+                self._count_end(how)
             self._on_change()
-            if self.is_stopping:
-                return
-            now = time.monotonic()
-            self._ends.append(now)
-            if len(self._ends) == _MAX_ENDS and now - self._ends[0] < _WINDOW_S:
-                self.fault = f"{self.name} has ended {_MAX_ENDS} times within {_WINDOW_S:g} s, at last with {how}"
-                self._on_change()
-                return
+
+    def _may_start(self) -> bool:
+        return not self.is_stopping and self.fault is None
+
+    def _count_end(self, how: str) -> None:
+        now = time.monotonic()
+        self._ends.append(now)
+        if len(self._ends) == _MAX_ENDS and now - self._ends[0] < _WINDOW_S:
+            self.fault = f"{self.name} has ended {_MAX_ENDS} times within {_WINDOW_S:g} s, at last with {how}"
+        else:
             logger.error("%s has ended with %s: starting it again", self.name, how)
 
     async def _watch(self) -> None:

@@ -6,7 +6,6 @@ from hasten.bundle import Bundle, open_bundle
 from hasten.core.errors import PlanError
 from hasten.core.system.hardware import this_machine, usable_cores
 from hasten.core.variant import CPU
-from hasten.predictor import first_runnable_variant
 from hasten.server.settings import Settings
 from hasten.server.startup import bundle_paths
 
@@ -50,8 +49,11 @@ def require_encoder(bundle: Bundle) -> None:
 
 
 def _runs_on_gpu(bundle: Bundle, settings: Settings) -> bool:
+    """Return whether the variant that will be served needs a GPU that is here.
+
+    Whether it runs is left to the engine process: probing would import its runtime here.
+    """
     if settings.variant is not None:
         return bundle.entry(settings.variant).variant.device != CPU
-    if not this_machine().gpus or all(entry.variant.device == CPU for entry in bundle.manifest.variants):
-        return False  # the common case needs no probe of a runtime
-    return first_runnable_variant(bundle).variant.device != CPU
+    fastest = next(iter(bundle.manifest.variants), None)
+    return fastest is not None and fastest.variant.device != CPU and bool(this_machine().gpus)

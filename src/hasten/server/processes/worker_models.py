@@ -9,7 +9,8 @@ from hasten.core.errors import BundleError, StageError
 from hasten.core.system.hardware import usable_cores
 from hasten.server.models.encoder_model import EncoderModel
 from hasten.server.models.registry import Model, ModelRegistry
-from hasten.server.processes.control import ChangeModel, Configure, ControlChannel, Done, ModelVersion
+from hasten.server.processes.control import ControlChannel
+from hasten.server.processes.messages import ChangeModel, Configure, Done, ModelVersion
 from hasten.server.processes.remote_session import connect
 from hasten.server.processes.shared_counters import SharedCounters
 from hasten.server.scheduling.core_scheduler import CoreScheduler
@@ -41,8 +42,8 @@ class WorkerModels(ModelRegistry):
         for name, path in request.known.items():
             self.register(Path(path), name)
 
-    def prepare(self, version: ModelVersion, column: int) -> None:
-        """Open a model that the engine processes have loaded."""
+    def prepare(self, version: ModelVersion, column: int) -> str:
+        """Open a model that the engine processes have loaded, and return its variant."""
         bundle = open_bundle(Path(version.path))
         if bundle.manifest.digest != version.digest:
             raise BundleError(f"{version.name} has changed on disk since it was loaded")
@@ -56,6 +57,7 @@ class WorkerModels(ModelRegistry):
         model = EncoderModel(version.name, bundle, self._settings, self._scheduler, observer, remote)
         model.engine.count_with(self._counters.requests(self._worker, column))
         self._opened[version.name, version.generation] = model
+        return model.variant.name
 
     def swap(self, version: ModelVersion) -> None:
         """Serve a prepared model instead of the one of that name, which stays open until it is retired."""

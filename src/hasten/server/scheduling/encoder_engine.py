@@ -304,7 +304,8 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
                 pending.compute_s += seconds
                 pending.missing -= len(part.rows)
                 if not pending.is_over:
-                    ran = int(pending.batch.lengths[part.rows].sum())
+                    is_whole = len(part.rows) == len(pending.batch.lengths)
+                    ran = pending.tokens if is_whole else int(pending.batch.lengths[part.rows].sum())
                     pending.tokens_left -= ran
                     self._admission.on_run(ran)
                 if not pending.missing:

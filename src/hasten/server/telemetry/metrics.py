@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hasten.core.errors import missing_package
 from hasten.core.system.hardware import peak_memory_bytes
-from hasten.server.models.registry import ModelRegistry
+from hasten.server.models.registry import Model
 from hasten.server.request_records import DeferredRecorder, RequestRecord
 from hasten.server.scheduling.encoder_engine import EngineObserver
 from hasten.server.scheduling.generation_engine import GenerationObserver, GenerationResult
@@ -60,9 +60,11 @@ class Metrics:
         self._render = prometheus.generate_latest
         self.content_type: str = prometheus.CONTENT_TYPE_LATEST
 
-    def follow(self, models: ModelRegistry) -> None:
-        """Register the gauges that are read at scrape time."""
-        self._registry.register(_ScrapedGauges(models))
+    def follow(self, models: Callable[[], Iterable[Model]], *, reads_gpus: bool = True) -> None:
+        """Register the gauges that are read at scrape time: of the queues of models and of the GPUs."""
+        self._registry.register(_QueueGauges(models))
+        if reads_gpus:
+            self._registry.register(_GpuGauges())
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus text format."""
@@ -108,23 +110,33 @@ class Metrics:
         return series
 
 
-class _ScrapedGauges:
-    """Reads the queues of the loaded models, and the GPUs, at scrape time."""
+class _QueueGauges:
+    """Reads the queues of the loaded models at scrape time."""
 
-    def __init__(self, models: ModelRegistry) -> None:
+    def __init__(self, models: Callable[[], Iterable[Model]]) -> None:
         self._models = models
-        self._gpus = GpuReadings()
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import GaugeMetricFamily
 
         queue_size = GaugeMetricFamily("hasten_queue_size", "Requests waiting for a session.", labels=["model"])
         slots_in_use = GaugeMetricFamily("hasten_slots_in_use", "Sequences being generated.", labels=["model"])
-        for model in self._models:
+        for model in self._models():
             queue_size.add_metric([model.name], model.engine.waiting)
             if model.running_sequences is not None:
                 slots_in_use.add_metric([model.name], model.running_sequences)
         yield from (queue_size, slots_in_use)
+
+
+class _GpuGauges:
+    """Reads the GPUs at scrape time."""
+
+    def __init__(self) -> None:
+        self._gpus = GpuReadings()
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import GaugeMetricFamily
+
         for name, (description, _) in GAUGES.items() if len(self._gpus) else ():
             gauge = GaugeMetricFamily(f"hasten_gpu_{name}", f"GPU, all processes: {description}", labels=["gpu"])
             for index, value in self._gpus.read(name):
