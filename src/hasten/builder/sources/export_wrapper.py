@@ -45,7 +45,7 @@ class Exportable(nn.Module):
 
     def prepare_mask(self, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the feeds with the mask in the form that the model gets."""
-        return feeds | {"attention_mask": _additive_mask(feeds["attention_mask"])} if self.has_additive_mask else feeds
+        return feeds | ({"attention_mask": _additive_mask(feeds["attention_mask"])} if self.has_additive_mask else {})
 
 
 def _additive_mask(mask: Tensor) -> Tensor:
@@ -78,7 +78,10 @@ class LastTokenHead(Exportable):
     """
 
     def compute(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        outputs = self.model.base_model(**self.prepare_mask(feeds), use_cache=False, return_dict=True)
+        prepared = self.prepare_mask(feeds)
+        if hasattr(self.model, "_shift_right"):  # T5's base model does not derive them from the text
+            prepared["decoder_input_ids"] = self.model._shift_right(feeds["input_ids"])
+        outputs = self.model.base_model(**prepared, use_cache=False, return_dict=True)
         tokens = outputs["last_hidden_state"]
         ends = feeds["input_ids"] == self.model.config.eos_token_id
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -133,12 +136,16 @@ class _KeepMaskTokens:
 def example_inputs(
     inputs: Sequence[str], pad_id: int, mask_id: int | None, *, pads_left: bool = False
 ) -> dict[str, Tensor]:
-    """Return a batch of two rows of different length, so that no size is traced as one and the mask matters."""
+    """Return a batch of two rows of different length, so that no size is traced as one and the mask matters.
+
+    No row repeats a token: attention over equal values gives the same result with any mask, even without causality.
+    """
     lengths = torch.tensor([7, 5])
     mask = torch.arange(7) < lengths[:, None]
     mask = mask.flip(1) if pads_left else mask
     feeds = {name: torch.zeros((2, 7), dtype=torch.int32) for name in inputs}
-    feeds["input_ids"] = torch.where(mask, 5, pad_id).int()
+    tokens = torch.tensor([token for token in range(5, 14) if token not in (pad_id, mask_id)][:7])
+    feeds["input_ids"] = torch.where(mask, torch.stack([tokens, tokens.roll(3)]), pad_id).int()
     if mask_id is not None:
         feeds["input_ids"][[0, 0, 1], [2, 4, 3]] = mask_id
     feeds["attention_mask"] = mask.int()

@@ -123,7 +123,7 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
     task = TASKS.get(detect_task(model, plan))
     layout = read_layout(model, plan) if task.name == EMBEDDING else None
     # The pooler of a model without a head is not used.
-    module, tokenizer = load_module(model, task.auto_class, plan, needs_pooler=bool(task.heads))
+    module, tokenizer = load_module(model, _auto_class(model, task), plan, needs_pooler=bool(task.heads))
     from hasten.builder.sources.export_wrapper import example_inputs
 
     if getattr(module.config, "attention_type", None) == "block_sparse":
@@ -148,6 +148,16 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
         architecture=type(module).__name__,
         module=exportable,
     )
+
+
+def _auto_class(model: ModelDirectory, task: AnyTask) -> str:
+    """Return the class that loads the model; of an encoder-decoder whose encoder has a class, the encoder alone."""
+    if task.auto_class != "AutoModel":
+        return task.auto_class
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
+
+    encoder = MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(model.config.get("model_type"), "")
+    return "AutoModelForTextEncoding" if encoder.endswith("EncoderModel") else task.auto_class
 
 
 def read_facts(
