@@ -126,9 +126,7 @@ ENDED = Vocabulary(
     {"padding_side": "left"},
     frames=("$A <eos>", "$A $B <eos>"),
 )
-GEMMA = Vocabulary(
-    "PreTrainedTokenizerFast", byte_pairs, ENDED.special, frames=("<bos> $A <eos>", "<bos> $A $B <eos>")
-)
+GEMMA = Vocabulary("PreTrainedTokenizerFast", byte_pairs, ENDED.special, frames=("<bos> $A <eos>", "<bos> $A $B <eos>"))
 T5 = Vocabulary("T5Tokenizer", unigrams, ("<pad>", "</s>", "<unk>"), {"extra_ids": 4})
 XLM_ROBERTA = Vocabulary("XLMRobertaTokenizer", unigrams, _ANGLES)
 ALBERT = Vocabulary("AlbertTokenizer", unigrams, _ALBERT, _SEGMENTS)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.core.errors import UnsupportedError
+from hasten.core.tensors import PROMPT_MASK
 from hasten.tasks import Pooling
 
 # Below any activation, above the smallest float: padding is never the maximum.
@@ -68,7 +69,9 @@ class Pooled(Exportable):
         return type(self)(model, self.inputs, self.outputs, self.head)
 
     def compute(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        return (self.head(self.run_model(feeds)["last_hidden_state"], feeds["attention_mask"]),)
+        prompt = feeds.get(PROMPT_MASK)
+        outputs = self.run_model({name: value for name, value in feeds.items() if name != PROMPT_MASK})
+        return (self.head(outputs["last_hidden_state"], feeds["attention_mask"], prompt),)
 
 
 class LastTokenHead(Exportable):
@@ -149,6 +152,8 @@ def example_inputs(
     if mask_id is not None:
         feeds["input_ids"][[0, 0, 1], [2, 4, 3]] = mask_id
     feeds["attention_mask"] = mask.int()
+    if PROMPT_MASK in feeds:
+        feeds[PROMPT_MASK][:, :2] = 1
     return feeds
 
 
@@ -161,25 +166,33 @@ class PoolingHead(nn.Module):
         self.dense = nn.ModuleList(dense)
         self.normalize = normalize
 
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        pooled = torch.cat([pool(kind, tokens, mask) for kind in self.pooling], dim=-1)
+    def forward(self, tokens: Tensor, mask: Tensor, prompt: Tensor | None = None) -> Tensor:
+        pooled = torch.cat([pool(kind, tokens, mask, prompt) for kind in self.pooling], dim=-1)
         for layer in self.dense:
             pooled = layer(pooled)
         return nn.functional.normalize(pooled, p=2.0, dim=-1) if self.normalize else pooled
 
 
-def pool(kind: Pooling, tokens: Tensor, mask: Tensor) -> Tensor:
-    """Pool token vectors as sentence-transformers does, for rows that start at the first position."""
-    weights = mask.unsqueeze(-1).to(tokens.dtype)
-    if kind is Pooling.CLS:
+def pool(kind: Pooling, tokens: Tensor, mask: Tensor, prompt: Tensor | None = None) -> Tensor:
+    """Pool token vectors as sentence-transformers does, for rows that start at the first position.
+
+    `prompt` marks tokens at the start of a row that are left out.
+    """
+    real = mask.unsqueeze(-1).to(tokens.dtype)
+    weights = real if prompt is None else real * (prompt == 0).unsqueeze(-1).to(tokens.dtype)
+    if kind is Pooling.CLS and prompt is None:
         return tokens[:, 0]
     if kind is Pooling.MAX:
         return (tokens + (1.0 - weights) * _MASKED_VALUE).amax(dim=1)
-    if kind is Pooling.LAST_TOKEN:
-        last = weights.sum(dim=1, keepdim=True) - 1.0
+    if kind in (Pooling.CLS, Pooling.LAST_TOKEN):
+        length, count = real.sum(dim=1, keepdim=True), weights.sum(dim=1, keepdim=True)
+        # The first token again if none is left, but no last token.
+        index = (length - count) * (count > 0).to(tokens.dtype) if kind is Pooling.CLS else length - 1.0
         # A one-hot product instead of a gather: the same value, and every exporter and runtime supports it.
         positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=tokens.dtype).view(1, -1, 1)
-        return (tokens * (positions == last).to(tokens.dtype)).sum(dim=1)
+        chosen = (positions == index).to(tokens.dtype)
+        is_masked = kind is Pooling.LAST_TOKEN and prompt is not None
+        return (tokens * (chosen * weights if is_masked else chosen)).sum(dim=1)
     if kind is Pooling.WEIGHTED_MEAN:
         weights = weights * torch.cumsum(torch.ones_like(weights), dim=1)
     total = weights.sum(dim=1).clamp(min=1e-9)

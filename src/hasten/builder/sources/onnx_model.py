@@ -181,11 +181,15 @@ def _check_inputs(graph: ModelProto, label: str) -> dict[str, DType]:
 
 def _layout(model: ModelDirectory, plan: Plan, output_names: list[str]) -> SentenceLayout:
     """Return the layout, without pooling if the graph pools; its prompts and maximum length apply even then."""
-    if _SENTENCE_OUTPUT not in output_names or plan.pooling is not None:
-        return read_layout(model, plan)
-    if model.find("modules.json") is None:
+    pools = _SENTENCE_OUTPUT in output_names and plan.pooling is None
+    if pools and model.find("modules.json") is None:
         return SentenceLayout(pooling=(), normalize=False)
-    return replace(read_layout(model, plan), pooling=())
+    layout = read_layout(model, plan)
+    if not layout.pools_prompt:
+        raise UnsupportedError(
+            f"{model.id} leaves its prompt out of the pooling, which its graph cannot", hint="build it from its weights"
+        )
+    return replace(layout, pooling=()) if pools else layout
 
 
 def _complete_outputs(

@@ -21,7 +21,7 @@ from hasten.builder.sources.sentence_layout import SentenceLayout, read_layout
 from hasten.builder.sources.tokenizer import load_fast_tokenizer, prepend_lowercase, tokenizer_spec
 from hasten.core.errors import HastenError, StageError, UnsupportedError, missing_package
 from hasten.core.plan import Plan
-from hasten.core.tensors import ATTENTION_MASK, BATCH, MASKS, SEQUENCE, DType, Signature, TensorSpec
+from hasten.core.tensors import ATTENTION_MASK, BATCH, MASKS, PROMPT_MASK, SEQUENCE, DType, Signature, TensorSpec
 from hasten.core.text.tokenizer import TokenizerSpec
 from hasten.core.variant import Precision, Variant
 from hasten.measure.encoder_gate import FP32_TOLERANCE
@@ -188,10 +188,11 @@ def read_facts(
     if task.name == RANKING:
         spec = read_cross_encoder(model, tokenizer, spec)
     pads = {"input_ids": tokenizer_settings.pad_id}
+    masks = (PROMPT_MASK,) if layout is not None and not layout.pools_prompt else ()
     signature = Signature(
         inputs=tuple(
             TensorSpec(name, accepted.get(name, DType.INT32), (BATCH, SEQUENCE), pads.get(name, 0))
-            for name in ("input_ids", ATTENTION_MASK, *inputs[1:])
+            for name in ("input_ids", ATTENTION_MASK, *inputs[1:], *masks)
         ),
         outputs=(),
         max_length=tokenizer_settings.max_length,
@@ -264,6 +265,8 @@ def _task_spec(task: AnyTask, config: Any, tokenizer: Any, layout: SentenceLayou
             normalize=layout.normalize,
             prompts=layout.prompts,
             default_prompt=layout.default_prompt,
+            pools_prompt=layout.pools_prompt,
+            special_ids=() if layout.pools_prompt else tuple(sorted(tokenizer.all_special_ids)),
         )
     # Every configuration has default labels; only those of classifiers are used.
     labels = range(config.num_labels) if task.auto_class.endswith("Classification") else ()

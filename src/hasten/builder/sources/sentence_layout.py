@@ -67,6 +67,8 @@ class SentenceLayout:
     lowercase: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    # Whether the pooling includes the tokens of a prompt.
+    pools_prompt: bool = True
 
 
 def read_layout(model: ModelDirectory, plan: Plan) -> SentenceLayout:
@@ -82,13 +84,14 @@ def read_layout(model: ModelDirectory, plan: Plan) -> SentenceLayout:
         return SentenceLayout(plan_pooling, normalize=False)
     pooling: tuple[Pooling, ...] = ()
     dense: list[DenseLayer] = []
-    normalize = False
+    normalize, pools_prompt = False, True
     for entry in modules:
         kind, folder = str(entry["type"]).rsplit(".", 1)[-1], str(entry["path"])
         if kind == "Transformer":
             continue
         if kind == "Pooling":
-            pooling = _read_pooling(model, folder)
+            config = model.json(f"{folder}/config.json") or {}
+            pooling, pools_prompt = _read_pooling(config), bool(config.get("include_prompt", True))
         elif normalize and kind == "Dense":
             raise UnsupportedError(f"{model.id} has a dense layer after its Normalize module, which is not supported")
         elif kind == "Dense":
@@ -110,6 +113,7 @@ def read_layout(model: ModelDirectory, plan: Plan) -> SentenceLayout:
         # Keep empty prompts: newer versions write them, and requests or the default may name them.
         prompts={name: text or "" for name, text in (config.get("prompts") or {}).items()},
         default_prompt=config.get("default_prompt_name"),
+        pools_prompt=pools_prompt,
     )
 
 
@@ -121,10 +125,7 @@ def parse_pooling(text: str) -> tuple[Pooling, ...]:
         raise PlanError(f"unknown pooling '{text}'", hint=f"one of {', '.join(Pooling)}, or several with +") from error
 
 
-def _read_pooling(model: ModelDirectory, folder: str) -> tuple[Pooling, ...]:
-    config = model.json(f"{folder}/config.json") or {}
-    if not config.get("include_prompt", True):
-        raise UnsupportedError(f"{model.id} excludes its prompt from the pooling, which is not supported")
+def _read_pooling(config: dict[str, Any]) -> tuple[Pooling, ...]:
     mode = config.get("pooling_mode")
     if mode is not None:
         return parse_pooling("+".join([mode] if isinstance(mode, str) else mode))
