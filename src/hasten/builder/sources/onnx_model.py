@@ -14,7 +14,8 @@ import numpy as np
 
 from hasten.backends import BACKENDS, MODEL, Artifact, RunOptions, Source
 from hasten.backends.onnxruntime import stored_precision
-from hasten.builder.sources.detect import EMBEDDING, detect_task
+from hasten.builder.sources.cross_encoder import read_scoring_layout
+from hasten.builder.sources.detect import EMBEDDING, RANKING, detect_task
 from hasten.builder.sources.directory import ModelDirectory
 from hasten.builder.sources.pytorch_model import Loaded, ModelFacts, read_facts
 from hasten.builder.sources.quiet import first_line, quiet_libraries
@@ -87,6 +88,8 @@ def load_graph(model: ModelDirectory, plan: Plan, file: Path) -> LoadedGraph:
     assert model.graph is not None
     label = f"{model.id}: {model.graph}"
     task = TASKS.get(detect_task(model, plan))
+    if task.name == RANKING and read_scoring_layout(model) is not None:
+        raise UnsupportedError(f"{model.id} scores with layers outside of its graph", hint="build it from its weights")
     with quiet_libraries():
         tokenizer = load_fast_tokenizer(model, plan)
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.backends import Source
-from hasten.builder.sources.cross_encoder import read_cross_encoder
+from hasten.builder.sources.cross_encoder import read_cross_encoder, read_scoring_layout, score_labels
 from hasten.builder.sources.detect import EMBEDDING, RANKING, detect_task
 from hasten.builder.sources.directory import ModelDirectory
 from hasten.builder.sources.peft import load_adapted
@@ -121,9 +121,11 @@ def load_module(model: ModelDirectory, auto_class: str, plan: Plan, *, needs_poo
 def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
     """Load a model, wrap it for export and run it once, to collect the properties that the build needs."""
     task = TASKS.get(detect_task(model, plan))
-    layout = read_layout(model, plan) if task.name == EMBEDDING else None
+    layout = _read_layout(model, task, plan)
+    auto_class = "AutoModel" if layout is not None else task.auto_class
     # The pooler of a model without a head is not used.
-    module, tokenizer = load_module(model, _auto_class(model, task), plan, needs_pooler=bool(task.heads))
+    needs_pooler = bool(task.heads) and layout is None
+    module, tokenizer = load_module(model, _encoder_class(model, auto_class), plan, needs_pooler=needs_pooler)
     from hasten.builder.sources.export_wrapper import example_inputs
 
     if getattr(module.config, "attention_type", None) == "block_sparse":
@@ -150,14 +152,20 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
     )
 
 
-def _auto_class(model: ModelDirectory, task: AnyTask) -> str:
+def _read_layout(model: ModelDirectory, task: AnyTask, plan: Plan) -> SentenceLayout | None:
+    if task.name == EMBEDDING:
+        return read_layout(model, plan)
+    return read_scoring_layout(model) if task.name == RANKING else None
+
+
+def _encoder_class(model: ModelDirectory, auto_class: str) -> str:
     """Return the class that loads the model; of an encoder-decoder whose encoder has a class, the encoder alone."""
-    if task.auto_class != "AutoModel":
-        return task.auto_class
+    if auto_class != "AutoModel":
+        return auto_class
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
 
     encoder = MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(model.config.get("model_type"), "")
-    return "AutoModelForTextEncoding" if encoder.endswith("EncoderModel") else task.auto_class
+    return "AutoModelForTextEncoding" if encoder.endswith("EncoderModel") else auto_class
 
 
 def read_facts(
@@ -258,6 +266,8 @@ def save_configurations(config: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _task_spec(task: AnyTask, config: Any, tokenizer: Any, layout: SentenceLayout | None) -> TaskSpec:
+    if layout is not None and task.name == RANKING:
+        return TaskSpec(task.name, labels=score_labels(layout))
     if layout is not None:
         return TaskSpec(
             task.name,
