@@ -32,6 +32,7 @@ _PROMPT_TOKENS = 5
 def export_encoder_decoder(model: Any, folder: Path, starts: Sequence[int], limits: tuple[int, int]) -> dict[str, Path]:
     """Export both graphs, with shared weights stored once; `limits` are the maximum prompt and output tokens."""
     max_prompt_tokens, max_output_tokens = limits
+    _extend_positions(model, max(limits))
     encoder, ids = _Encoder(model, max_prompt_tokens).eval(), torch.ones(1, _PROMPT_TOKENS, dtype=torch.int32)
     try:
         with quiet_libraries(), torch.inference_mode():
@@ -191,6 +192,8 @@ def _position_embeddings(model: Any, positions: torch.Tensor) -> AbstractContext
     table = getattr(model.get_decoder(), "embed_positions", None)
     if table is None:
         return nullcontext()
+    if hasattr(table, "make_weights"):
+        return decoder.replaced_attribute([table], "forward", partial(_positions_after_padding, table, positions))
     if not hasattr(table, "weight"):
         raise UnsupportedError(
             f"{type(model).__name__} has unsupported position embeddings", hint=decoder.SUPPORTED_ARCHITECTURES
@@ -198,6 +201,20 @@ def _position_embeddings(model: Any, positions: torch.Tensor) -> AbstractContext
     offset = getattr(table, "offset", 0)
     embed = torch.nn.functional.embedding
     return decoder.replaced_attribute([table], "forward", lambda *_, **__: embed(positions + offset, table.weight))
+
+
+def _positions_after_padding(table: Any, positions: torch.Tensor, ids: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return the position embeddings of M2M100, which count from the padding id; padding has a position of its own."""
+    indices = torch.where(ids == table.padding_idx, table.padding_idx, positions + table.padding_idx + 1)
+    return torch.nn.functional.embedding(indices, table.weights)
+
+
+def _extend_positions(model: Any, max_tokens: int) -> None:
+    """Compute all rows of M2M100's position tables, which otherwise grow with the texts they have seen."""
+    for table in (part for part in model.modules() if hasattr(part, "make_weights")):
+        rows = table.padding_idx + 1 + max_tokens
+        if rows > table.weights.shape[0]:
+            table.make_weights(rows, table.embedding_dim, table.padding_idx)
 
 
 def _distances(max_tokens: int, part: Any) -> torch.Tensor:

@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 # Tokenizers without a limit report a number near 10^30.
 _NO_LIMIT = 1_000_000
 _TOKEN_TYPES = "token_type_ids"
+# Why a traced graph would be right only for texts as long as the example.
+_UNSUPPORTED_ARCHITECTURES = {
+    "funnel": "shortens texts by pooling them, to sizes that tracing freezes",
+    "longformer": "divides texts into windows, whose number tracing freezes",
+}
+# Inputs of models that do not read texts alone.
+_BOXES = "bbox"
+_OTHER_INPUTS = {"pixel_values": "images", "input_features": "sound", "input_values": "sound"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,7 @@ def load_module(model: ModelDirectory, auto_class: str, plan: Plan, *, needs_poo
 def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
     """Load a model, wrap it for export and run it once, to collect the properties that the build needs."""
     task = TASKS.get(detect_task(model, plan))
+    _check_architecture(model)
     layout = _read_layout(model, task, plan)
     auto_class = "AutoModel" if layout is not None else task.auto_class
     # The pooler of a model without a head is not used.
@@ -128,11 +137,6 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
     module, tokenizer = load_module(model, _encoder_class(model, auto_class), plan, needs_pooler=needs_pooler)
     from hasten.builder.sources.export_wrapper import example_inputs
 
-    if getattr(module.config, "attention_type", None) == "block_sparse":
-        raise UnsupportedError(
-            f"{model.id} attends to long texts in blocks and to short ones in full, which is more than one graph",
-            hint='set "attention_type": "original_full" in its config.json to use full attention',
-        )
     # int32 holds every id, and is copied in half the time of int64.
     accepted = dict.fromkeys(inspect.signature(module.forward).parameters, DType.INT32)
     facts = read_facts(accepted, module.config, tokenizer, task, layout, model, _reserved_positions(module))
@@ -150,6 +154,18 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
         architecture=type(module).__name__,
         module=exportable,
     )
+
+
+def _check_architecture(model: ModelDirectory) -> None:
+    """Reject architectures whose computation depends on the length of a text in a way that one graph cannot hold."""
+    kind = model.config.get("model_type")
+    if kind == "big_bird" and model.config.get("attention_type", "block_sparse") == "block_sparse":
+        raise UnsupportedError(
+            f"{model.id} attends to long texts in blocks and to short ones in full, which is more than one graph",
+            hint='set "attention_type": "original_full" in its config.json to use full attention',
+        )
+    if kind in _UNSUPPORTED_ARCHITECTURES:
+        raise UnsupportedError(f"{model.id} cannot be exported: a {kind} {_UNSUPPORTED_ARCHITECTURES[kind]}")
 
 
 def _read_layout(model: ModelDirectory, task: AnyTask, plan: Plan) -> SentenceLayout | None:
@@ -183,6 +199,8 @@ def read_facts(
     columns = [name for name in tokenizer.model_input_names if name in accepted and name != ATTENTION_MASK]
     if "input_ids" not in columns:
         raise UnsupportedError(f"{model.id} has no input_ids: only text models are supported")
+    if _BOXES in accepted:
+        raise UnsupportedError(f"{model.id} reads the boxes of words on a page, and only texts are supported")
     if not task.takes_pairs and not any(tokenizer("a text").get(_TOKEN_TYPES, ())):
         columns = [name for name in columns if name != _TOKEN_TYPES]
     inputs = ("input_ids", *(name for name in columns if name != "input_ids"))
@@ -242,6 +260,12 @@ def _probe(module: Exportable, task: AnyTask, feeds: Mapping[str, Any]) -> tuple
         with quiet_libraries(), torch.inference_mode():
             results, expected = module(**feeds), module(**unpadded)
     except Exception as error:  # a model may raise anything
+        accepted = inspect.signature(module.model.forward).parameters
+        if (other := next((kind for name, kind in _OTHER_INPUTS.items() if name in accepted), None)) is not None:
+            raise UnsupportedError(
+                f"{type(module.model).__name__} reads {other} besides texts, and only texts are supported",
+                hint="if its text encoder has a class of its own, save and build that",
+            ) from error
         raise StageError(f"{type(module.model).__name__} fails on its first batch: {first_line(error)}") from error
     outputs = tuple(
         TensorSpec(name, DType.FLOAT32, (*task.axes, *result.shape[len(task.axes) :]))
