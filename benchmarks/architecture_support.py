@@ -155,8 +155,9 @@ class ArchitectureTrial:
         """Return the results of a task."""
         import transformers
 
-        prefix = tiny_encoders.ARCHITECTURES[self.architecture].prefix
-        names = [prefix + head for head in task.heads or ("Model",)]
+        family = tiny_encoders.ARCHITECTURES[self.architecture]
+        prefix, base = family.prefix, family.base
+        names = [prefix + head for head in task.heads or (base,)]
         name = next((name for name in names if hasattr(transformers, name)), None)
         if name is None:
             return self._all(names[-1], f"transformers has no {names[-1]}")

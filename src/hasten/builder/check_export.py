@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
@@ -10,7 +12,8 @@ import numpy as np
 
 from hasten.backends import Session
 from hasten.core.errors import AccuracyError, StageError
-from hasten.core.tensors import Batch, FloatArray, Signature, tile_rows
+from hasten.core.system.hardware import available_memory_bytes
+from hasten.core.tensors import PROMPT_MASK, Batch, FloatArray, IntArray, Signature, ranges_to_indices, tile_rows
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.measure.data import sample_texts
 from hasten.measure.encoder_gate import FP32_TOLERANCE
@@ -18,6 +21,20 @@ from hasten.measure.non_finite import is_finite
 
 _CHECKED_PAIRS = 40
 _EXPORT_HINT = "this architecture is not exported correctly; please report it"
+# Texts up to this length are always checked. Attention of longer ones may take minutes and gigabytes.
+_ALWAYS_CHECKED_TOKENS = 2048
+_LONG_TEXT_BUDGET_S = 120.0
+# The peak memory of one pass over copies of one layer's attention scores: 7.2 GB for six heads and 8,192 tokens.
+_SCORE_COPIES = 4
+_MAX_MEMORY_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCheck:
+    """The shapes at which the graph equals the model, and why longer texts were not checked, if so."""
+
+    shapes: tuple[str, ...]
+    unchecked: str = ""
 
 
 def check_graph(
@@ -27,17 +44,21 @@ def check_graph(
     *,
     is_exact: bool = True,
     is_brief: bool = False,
+    attention_heads: int = 1,
+    long_text_budget_s: float = _LONG_TEXT_BUDGET_S,
     find_non_finite: Callable[[Batch], str | None] = lambda _: None,
-) -> list[str]:
+) -> GraphCheck:
     """Raise on the first shape at which the outputs of the graph differ; return the shapes that were checked.
 
     `find_non_finite` returns the first operator whose output is not finite. A graph that is not exact must only run:
     outputs of dynamic int8 depend on the rest of the batch. A brief check uses one shape, another than that of the
-    tracing example, at which dimensions that tracing made constant show.
+    tracing example, at which dimensions that tracing made constant show. One text of the maximum length is checked if
+    its pass is expected to fit into `long_text_budget_s` and the memory, otherwise a shorter one.
     """
     signature = graph.spec.signature
-    notes = []
-    for name, batch in islice(awkward_batches(rows, signature), 1 if is_brief else None):
+    shapes: list[str] = []
+
+    def check(name: str, batch: Batch) -> None:
         expected = reference.run(batch)
         try:
             outputs = graph.run(batch)
@@ -50,29 +71,80 @@ def check_graph(
         for output in signature.outputs:
             where = f"{name}, output '{output.name}'"
             _compare(outputs[output.name], (expected if is_exact else outputs)[output.name], where)
-        notes.append(name)
-    if is_brief or not is_exact:
-        return notes
+        shapes.append(name)
+
+    for name, batch in islice(awkward_batches(rows, signature), 1 if is_brief else None):
+        check(name, batch)
+    if is_brief:
+        return GraphCheck(tuple(shapes))
+    unchecked = ""
+    if signature.max_length > _ALWAYS_CHECKED_TOKENS:
+        begin = time.perf_counter()
+        check(*_long_text(rows, signature, _ALWAYS_CHECKED_TOKENS))
+        seconds = time.perf_counter() - begin
+        length = _affordable_length(signature.max_length, seconds, long_text_budget_s, attention_heads)
+        if length > _ALWAYS_CHECKED_TOKENS:
+            check(*_long_text(rows, signature, length))
+        if length < signature.max_length:
+            unchecked = (
+                f"texts of more than {length} tokens are not checked: they would take too long or too much memory"
+            )
+    if not is_exact:
+        return GraphCheck(tuple(shapes), unchecked)
     ragged = _ragged(rows, signature)
     together = graph.run(ragged)
     for output in signature.outputs:
         alone = [graph.run(ragged.take(np.array([row])))[output.name] for row in range(len(ragged))]
         where = f"batched against single, output '{output.name}'"
         _compare(together[output.name], np.concatenate(alone), where, hint="the outputs of a row depend on its padding")
-    return [*notes, "batched against single"]
+    return GraphCheck((*shapes, "batched against single"), unchecked)
 
 
 def awkward_batches(rows: Batch, signature: Signature) -> Iterator[tuple[str, Batch]]:
-    """Yield batches of 1 and 7 rows with odd lengths, the maximum, length 1, and mixed lengths with padding."""
+    """Yield batches of 1 and 7 rows with odd lengths, the maximum, length 1, and mixed lengths with padding.
+
+    Of models for long texts, the longest rows are a quarter of those that are always checked alone.
+    """
     max_length = signature.max_length
-    for count, length in ((1, 13), (7, 5), (1, max_length), (2, max_length - 1), (1, 1), (7, 1)):
+    longest = max_length if max_length <= _ALWAYS_CHECKED_TOKENS else _ALWAYS_CHECKED_TOKENS // 4
+    for count, length in ((1, 13), (7, 5), (1, longest), (2, longest - 1), (1, 1), (7, 1)):
         width = max(1, min(length, max_length))
-        yield f"{count}×{width}", tile_rows(rows, np.full(count, width), signature.mask_id)
+        yield f"{count}×{width}", _tiled(rows, np.full(count, width), signature)
     yield "mixed lengths", _ragged(rows, signature)
 
 
+def _long_text(rows: Batch, signature: Signature, length: int) -> tuple[str, Batch]:
+    return f"1×{length}", _tiled(rows, np.array([length]), signature)
+
+
 def _ragged(rows: Batch, signature: Signature) -> Batch:
-    return tile_rows(rows, np.minimum([1, 9, 3, 30, 17, 2, 64], signature.max_length), signature.mask_id)
+    return _tiled(rows, np.minimum([1, 9, 3, 30, 17, 2, 64], signature.max_length), signature)
+
+
+def _tiled(rows: Batch, lengths: IntArray, signature: Signature) -> Batch:
+    batch = tile_rows(rows, lengths, signature.mask_id)
+    if PROMPT_MASK not in batch.values:
+        return batch
+    # The rows may have no prompt: mark the first quarter of each.
+    positions = ranges_to_indices(np.zeros_like(batch.lengths), batch.lengths)
+    marks = (positions < np.repeat(batch.lengths // 4, batch.lengths)).astype(np.int32)
+    return Batch({**batch.values, PROMPT_MASK: marks}, batch.lengths)
+
+
+def _affordable_length(max_length: int, seconds: float, budget_s: float, heads: int) -> int:
+    """Return the maximum length, or its largest half, quarter, … that fits into the budget and the memory.
+
+    Time and memory grow with the square of the length; `seconds` is the time of a text that is always checked.
+    """
+    memory = available_memory_bytes()
+    length = max_length
+    while length > _ALWAYS_CHECKED_TOKENS:
+        score_bytes = _SCORE_COPIES * heads * length**2 * np.dtype(np.float32).itemsize
+        fits = memory is None or score_bytes <= _MAX_MEMORY_SHARE * memory
+        if fits and seconds * (length / _ALWAYS_CHECKED_TOKENS) ** 2 <= budget_s:
+            return length
+        length //= 2
+    return _ALWAYS_CHECKED_TOKENS
 
 
 def _compare(outputs: FloatArray, expected: FloatArray, where: str, hint: str = _EXPORT_HINT) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.backends import BACKENDS, MODEL, Artifact, ChecksModule, Dialect, RunOptions, Session, dialect_of
-from hasten.builder.check_export import check_graph
+from hasten.builder.check_export import GraphCheck, check_graph
 from hasten.builder.export.encoder import IR_VERSION, OPSET, export
 from hasten.builder.passes.pipeline import apply_passes, record_pass
 from hasten.builder.pipeline import BenchedVariants, BuildPipeline, PhaseBench
@@ -99,7 +99,8 @@ class EncoderBuild(BuildPipeline):
         with self.stage("check") as notes:
             checked = self._check_graph(graphs.plain, loaded, reference, expected)
             outcome = f"equals {loaded.baseline}" if loaded.precision is Precision.FP32 else "runs"
-            notes.append(f"the graph {outcome} at {', '.join(checked)}")
+            notes.append(f"the graph {outcome} at {', '.join(checked.shapes)}")
+            notes += [checked.unchecked] if checked.unchecked else []
         with self.stage("search") as notes:
             # The CPU that int8 graphs are made for.
             recipe = self.resolved.data.recipe
@@ -231,7 +232,7 @@ class EncoderBuild(BuildPipeline):
 
     def _check_graph(
         self, graph: Path, loaded: LoadedSource, reference: Session, expected: Expectation, *, is_brief: bool = False
-    ) -> list[str]:
+    ) -> GraphCheck:
         with self._open_graph(graph, loaded) as session:
             return check_graph(
                 session,
@@ -239,6 +240,7 @@ class EncoderBuild(BuildPipeline):
                 expected.encoded.batch,
                 is_exact=loaded.precision is Precision.FP32,
                 is_brief=is_brief,
+                attention_heads=int(getattr(loaded.config, "num_attention_heads", None) or 1),
                 find_non_finite=partial(self._find_non_finite, graph, loaded),
             )
 

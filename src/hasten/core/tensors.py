@@ -27,6 +27,8 @@ MASKS = "masks"
 
 # The one input that a padded session derives itself: it marks the positions that are not padding.
 ATTENTION_MASK = "attention_mask"
+# An optional input of embedders: it marks the tokens of a prompt that the pooling leaves out.
+PROMPT_MASK = "prompt_mask"
 
 # Outputs by name. A tensor per row has the shape (rows, …), one per token (tokens, …), one per mask token (masks, …),
 # rows concatenated.

@@ -51,6 +51,9 @@ class TaskSpec:
     normalize: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    # Whether the pooling includes the tokens of a prompt, and if not, the ids of which one may follow a prompt.
+    pools_prompt: bool = True
+    special_ids: tuple[int, ...] = ()
     mask_token: str = ""
     # The function that turns a ranking model's logit into its score.
     activation: str = ""

@@ -10,7 +10,7 @@ import numpy as np
 
 from hasten.core.errors import InputError
 from hasten.core.report import Agreement, Metric
-from hasten.core.tensors import BATCH, FloatArray, Outputs
+from hasten.core.tensors import BATCH, PROMPT_MASK, Batch, FloatArray, Outputs, ranges_to_indices
 from hasten.core.text.input_checks import check_text, parse_texts
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.metrics.agreement import compare_vectors
@@ -39,6 +39,8 @@ class Options:
     """The options of a request, with the model's defaults."""
 
     prompt: str
+    pools_prompt: bool = True
+    special_ids: tuple[int, ...] = ()
 
 
 class SentenceSimilarity(Task[Text, FloatArray | float, Options]):
@@ -60,7 +62,7 @@ class SentenceSimilarity(Task[Text, FloatArray | float, Options]):
 
     def options(self, spec: TaskSpec, values: Mapping[str, object]) -> Options:
         raw = read_options(_RawOptions, values)
-        return Options(resolve_prompt(spec, raw.prompt_name, raw.prompt))
+        return Options(resolve_prompt(spec, raw.prompt_name, raw.prompt), spec.pools_prompt, spec.special_ids)
 
     def encode(self, items: Sequence[Text], tokenizer: Tokenizer, options: Options) -> Encoded:
         """Return one row per text; a pair is one item with two rows."""
@@ -71,7 +73,8 @@ class SentenceSimilarity(Task[Text, FloatArray | float, Options]):
                 texts.append(options.prompt + text)
                 owners.append(index)
         tokens = tokenizer.encode(texts)
-        return Encoded(tokens.batch, np.asarray(owners), len(items), tokens.truncated, tokens.encodings)
+        batch = tokens.batch if options.pools_prompt else _mark_prompt(tokens.batch, tokenizer, options)
+        return Encoded(batch, np.asarray(owners), len(items), tokens.truncated, tokens.encodings)
 
     def decode(self, outputs: Outputs, encoded: Encoded, options: Options) -> list[FloatArray | float]:
         """Return a vector for a text and the cosine for a pair."""
@@ -126,6 +129,19 @@ def resolve_prompt(spec: TaskSpec, name: str | None, prompt: str | None) -> str:
     if name not in spec.prompts:
         raise InputError(f"the model has no prompt '{name}'", hint=f"its prompts: {', '.join(spec.prompts) or 'none'}")
     return spec.prompts[name]
+
+
+def _mark_prompt(batch: Batch, tokenizer: Tokenizer, options: Options) -> Batch:
+    """Return the rows with an input that marks the tokens of their prompt.
+
+    Like sentence-transformers, count the tokens of the prompt alone, without the special token after it.
+    """
+    length = 0
+    if options.prompt:
+        prompt = tokenizer.encode([options.prompt]).batch.values["input_ids"]
+        length = len(prompt) - (int(prompt[-1]) in options.special_ids)
+    positions = ranges_to_indices(np.zeros_like(batch.lengths), batch.lengths)
+    return Batch({**batch.values, PROMPT_MASK: (positions < length).astype(np.int32)}, batch.lengths)
 
 
 def _gold(row: Row, position: int) -> float:

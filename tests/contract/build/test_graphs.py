@@ -159,10 +159,29 @@ def test_wrong_graph_is_detected(tiny_classifier: Any, load_tiny: Any, tmp_path:
     torch = BACKENDS.get("torch")
     artifact = torch.make(Source(loaded.signature, {}, loaded.module), Variant.parse("torch-fp32"), tmp_path)
     with torch.open(artifact, RunOptions(1)) as original:
-        assert "batched against single" in check_graph(original, original, EXAMPLE)
+        assert "batched against single" in check_graph(original, original, EXAMPLE).shapes
         change, message = FAULTS[fault]
         with pytest.raises(HastenError, match=message):
             check_graph(FaultySession(original, change), original, EXAMPLE)
+
+
+@pytest.mark.parametrize(("budget_s", "longest", "unchecked"), [(0.0, 2048, "more than 2048"), (1e9, 3000, "")])
+def test_longest_text_is_checked_within_the_budget(
+    tiny_model: Any, load_tiny: Any, tmp_path: Path, budget_s: float, longest: int, unchecked: str
+) -> None:
+    from hasten.builder.check_export import check_graph
+
+    loaded = load_tiny(tiny_model("modernbert", "ForSequenceClassification", positions=3000, tokenizer_max_length=3000))
+    torch = BACKENDS.get("torch")
+    artifact = torch.make(Source(loaded.signature, {}, loaded.module), Variant.parse("torch-fp32"), tmp_path)
+    with torch.open(artifact, RunOptions(1)) as original:
+        checked = check_graph(original, original, EXAMPLE, attention_heads=4, long_text_budget_s=budget_s)
+        assert f"1×{longest}" in checked.shapes
+        assert unchecked in checked.unchecked
+        assert bool(checked.unchecked) == bool(unchecked)
+        wrong = FaultySession(original, lambda logits, batch: logits + (batch.lengths.max() == longest))
+        with pytest.raises(StageError, match=f"wrong at 1×{longest}"):
+            check_graph(wrong, original, EXAMPLE, attention_heads=4, long_text_budget_s=budget_s)
 
 
 def test_wrong_tokenizer_is_detected(tiny_classifier: Any, load_tiny: Any, tmp_path: Path) -> None:

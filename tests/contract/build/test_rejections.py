@@ -12,6 +12,7 @@ import pytest
 
 import hasten
 from hasten.core.errors import HastenError, PlanError, StageError, UnsupportedError
+from support.models import tiny_encoders
 
 ORT_FP32 = "onnxruntime-fp32"
 
@@ -157,3 +158,33 @@ def test_invalid_target_is_rejected_before_the_work(tiny_classifier: Any, tmp_pa
     for target in (tmp_path / "file", tmp_path / "file" / "bundle"):
         with pytest.raises(PlanError, match="is a file"):
             preview(Plan(model=str(tiny_classifier("bert"))), target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("LayoutLM", "reads the boxes of words on a page, and only texts are supported"),
+        ("CLIP", "CLIPModel reads images besides texts, and only texts are supported"),
+        ("Longformer", "a longformer divides texts into windows"),
+        ("Funnel", "a funnel shortens texts by pooling them"),
+    ],
+)
+def test_model_that_one_graph_of_texts_cannot_hold_is_rejected(
+    kind: str, message: str, no_leftovers: Path, tmp_path: Path
+) -> None:
+    import transformers
+
+    model = tmp_path / "model"
+    tiny_encoders.save("bert", "Model", model)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    text = {**sizes, "vocab_size": 200, "bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
+    fields = {
+        "LayoutLM": text,
+        "CLIP": {"text_config": text, "vision_config": {**sizes, "image_size": 32, "patch_size": 16}},
+        "Longformer": {**text, "attention_window": 8},
+        "Funnel": {"vocab_size": 200, "block_sizes": [1, 1], "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64},
+    }[kind]
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(model)
+    with pytest.raises(UnsupportedError, match=message):
+        hasten.build(model, no_leftovers, task="feature-extraction", threads=1)

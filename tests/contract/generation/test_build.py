@@ -23,7 +23,7 @@ from support.models import tiny_generators
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-ENCODED = ("t5", "bart", "marian")
+ENCODED = ("t5", "umt5", "bart", "marian", "m2m_100")
 STARTS = (2, 5)
 PROMPTS = [np.random.default_rng(seed).integers(3, 300, length) for seed, length in enumerate((11, 4, 30, 1))]
 CLOSE = 2e-5

@@ -221,10 +221,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "a limit beyond the tokenizer's": {"max_seq_length": 48, "tokenizer_max_length": 16},
 }
 # Beyond pooling, dense layers and a final normalisation: must be rejected or correct, never approximated.
+# Instructor's pooling: the tokens of the prompt are left out.
+WITHOUT_PROMPT = {
+    f"{name} without the prompt": {
+        "pooling": {"pooling_mode": name, "include_prompt": False},
+        "prompts": QUERY,
+        "default_prompt_name": "query",
+    }
+    for name in ("mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens")
+}
 BEYOND: dict[str, dict[str, Any]] = {
     "normalized before a dense layer": {"modules": ("Normalize", "Dense")},
     "a residual around a dense layer": {"modules": ("Dense",), "dense": {"out_features": 32, "use_residual": True}},
-    "a prompt left out of the pooling": {"pooling": {"pooling_mode": "mean", "include_prompt": False}},
 }
 
 
@@ -253,7 +261,7 @@ def embedders(tiny_embedder: Any, quick_build: Any) -> Callable[[str], Embedder]
 
     @cache
     def get(layout: str) -> Embedder:
-        model = tiny_embedder(**(LAYOUTS | BEYOND)[layout])
+        model = tiny_embedder(**(LAYOUTS | WITHOUT_PROMPT | BEYOND)[layout])
         bundle = quick_build(model, variants=["onnxruntime-fp32"])
         return Embedder(hasten.load(bundle.path, threads=1), sentence_transformer(model))
 
@@ -263,6 +271,16 @@ def embedders(tiny_embedder: Any, quick_build: Any) -> Callable[[str], Embedder]
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_embeds_like_sentence_transformers(embedders: Any, layout: str) -> None:
     embedders(layout).assert_same(TEXTS)
+
+
+@pytest.mark.parametrize("layout", WITHOUT_PROMPT)
+def test_prompt_is_left_out_of_the_pooling(embedders: Any, layout: str) -> None:
+    embedder = embedders(layout)
+    for options in ({}, {"prompt_name": "document"}, {"prompt": "translate: "}, {"prompt": "a red ball 🐈"}):
+        embedder.assert_same(TEXTS, **options)
+    without, included = embedder.predictor("rain", prompt="the cat "), embedder.predictor("the cat rain", prompt="")
+    # The prompt does not contain the last token.
+    assert (np.abs(without - included).max() > 1e-3) == (not layout.startswith("lasttoken"))
 
 
 @pytest.mark.parametrize("layout", BEYOND)

@@ -39,11 +39,15 @@ DOCUMENTS = [
     LONG,
     "the cat sat on the mat",
 ]
+# Scores are computed by layers after the transformer, as in cross-encoders of sentence-transformers 5.4 and newer.
+MODULES = "modules"
 # Architecture, number of labels and saved activation; None means CrossEncoder's default.
 MODELS: dict[str, tuple[str, int, str | None]] = {
     "bert": ("bert", 1, None),
     "roberta": ("roberta", 1, "Identity"),
     "classes": ("bert", 3, None),
+    "modules": (MODULES, 1, "Identity"),
+    "modules with classes": (MODULES, 3, None),
 }
 ACTIVATIONS = ("Identity", "Sigmoid", "Softmax", None)
 
@@ -86,15 +90,37 @@ def save(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[
         import torch
         from sentence_transformers import CrossEncoder
 
+        function = getattr(torch.nn, activation)() if activation else None
+        folder = tmp_path_factory.mktemp("models") / "cross-encoder"
+        if architecture == MODULES:
+            modules = scoring_modules(tiny_model("bert", "Model"), labels)
+            CrossEncoder(modules=modules, device="cpu", activation_fn=function).save_pretrained(str(folder))
+            return folder
         names = {index: f"LABEL_{index}" for index in range(labels)}
         config_values = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
         model = tiny_model(architecture, "ForSequenceClassification", **config_values)
-        function = getattr(torch.nn, activation)() if activation else None
-        folder = tmp_path_factory.mktemp("models") / "cross-encoder"
         CrossEncoder(str(model), device="cpu", activation_fn=function).save_pretrained(str(folder))
         return folder
 
     return make
+
+
+def scoring_modules(model: Path, labels: int) -> list[Any]:
+    import torch
+    from sentence_transformers.base.modules import Dense, Transformer
+    from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
+
+    torch.manual_seed(11)
+    norm = LayerNorm(16)
+    with torch.no_grad():
+        norm.norm.weight += torch.randn(16)
+    return [
+        Transformer(str(model)),
+        Pooling(32, pooling_mode="cls"),
+        Dense(32, 16, activation_function=torch.nn.GELU()),
+        norm,
+        Dense(16, labels, activation_function=torch.nn.Identity(), module_output_name="scores"),
+    ]
 
 
 @pytest.fixture(scope="module")

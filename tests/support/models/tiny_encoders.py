@@ -77,6 +77,8 @@ class Vocabulary:
     pieces: Callable[[tuple[str, ...]], dict[str, Any]]
     special: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    # The special tokens around a text and a pair, of a tokenizer that is defined by its file alone.
+    frames: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ class Architecture:
     config: Mapping[str, Any] = field(default_factory=dict)
     # Common sizes that its config names differently or does not have.
     without: tuple[str, ...] = ()
+    # The class of the model without a head.
+    base: str = "Model"
 
 
 _SIZES = {
@@ -111,12 +115,27 @@ _SEGMENTS = {"model_input_names": ["input_ids", "token_type_ids", "attention_mas
 
 BERT = Vocabulary("BertTokenizer", word_pieces, _BRACKETS)
 ROBERTA = Vocabulary("RobertaTokenizer", byte_pairs, _ANGLES)
-FILE_ALONE = Vocabulary("PreTrainedTokenizerFast", byte_pairs, _BRACKETS)
+FILE_ALONE = Vocabulary(
+    "PreTrainedTokenizerFast", byte_pairs, _BRACKETS, frames=("[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]")
+)
+# Decoders that embed by their last token: an end token after each text, and padding on the left.
+ENDED = Vocabulary(
+    "PreTrainedTokenizerFast",
+    byte_pairs,
+    ("<pad>", "<bos>", "<eos>", "<unk>"),
+    {"padding_side": "left"},
+    frames=("$A <eos>", "$A $B <eos>"),
+)
+GEMMA = Vocabulary("PreTrainedTokenizerFast", byte_pairs, ENDED.special, frames=("<bos> $A <eos>", "<bos> $A $B <eos>"))
+T5 = Vocabulary("T5Tokenizer", unigrams, ("<pad>", "</s>", "<unk>"), {"extra_ids": 4})
 XLM_ROBERTA = Vocabulary("XLMRobertaTokenizer", unigrams, _ANGLES)
 ALBERT = Vocabulary("AlbertTokenizer", unigrams, _ALBERT, _SEGMENTS)
 
 # The first two positions are reserved for padding.
 _SHIFTED = {"max_position_embeddings": POSITIONS + 2, "type_vocab_size": 1}
+_GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+_T5 = {"d_model": WIDTH, "d_kv": 8, "d_ff": 2 * WIDTH, "num_layers": 2, "num_heads": 4}
+_T5 |= {"initializer_factor": 1.0, "relative_attention_max_distance": 24}
 _DISENTANGLED = {
     "relative_attention": True,
     "pos_att_type": ["p2c", "c2p"],
@@ -212,6 +231,19 @@ ARCHITECTURES = {
         | {f"{side}_ffn_dim": 2 * WIDTH for side in ("encoder", "decoder")},
         without=tuple(_SIZES),
     ),
+    "t5": Architecture("T5", T5, {**_T5, "decoder_start_token_id": 0}, tuple(_SIZES), "EncoderModel"),
+    "umt5": Architecture("UMT5", T5, {**_T5, "decoder_start_token_id": 0}, tuple(_SIZES), "EncoderModel"),
+    # Decoders that serve as embedders and classifiers.
+    "llama": Architecture("Llama", ENDED, _GROUPED),
+    "mistral": Architecture("Mistral", ENDED, {**_GROUPED, "sliding_window": 8}),
+    "qwen3": Architecture("Qwen3", ENDED, _GROUPED),
+    # EmbeddingGemma: all tokens attend to each other, in most layers within a window.
+    "gemma3_text": Architecture(
+        "Gemma3Text",
+        GEMMA,
+        {**_GROUPED, "use_bidirectional_attention": True, "sliding_window": 8, "query_pre_attn_scalar": 8}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "canine": Architecture("Canine", Vocabulary("CanineTokenizer", characters), {"num_hash_buckets": 64}),
 }
 
@@ -258,12 +290,12 @@ def _tokenizer(vocabulary: Vocabulary, *, cased: bool, max_length: int | None) -
     options = {"model_max_length": max_length, **vocabulary.pieces(vocabulary.special), **vocabulary.options}
     if vocabulary.pieces is word_pieces:
         options["do_lower_case"] = not cased
-    if vocabulary is FILE_ALONE:
-        options = _file_alone(options)
+    if vocabulary.frames is not None:
+        options = _file_alone(options, vocabulary.special, vocabulary.frames)
     return getattr(transformers, vocabulary.tokenizer)(**options)
 
 
-def _file_alone(options: dict[str, Any]) -> dict[str, Any]:
+def _file_alone(options: dict[str, Any], special: tuple[str, ...], frames: tuple[str, str]) -> dict[str, Any]:
     """Return options for a tokenizer without a class of its own, defined by its file, like ModernBERT's."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -272,10 +304,9 @@ def _file_alone(options: dict[str, Any]) -> dict[str, Any]:
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    around = [token for token in special if token in " ".join(frames).split()]
     backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B [SEP]",
-        special_tokens=[(token, vocab[token]) for token in ("[CLS]", "[SEP]")],
+        single=frames[0], pair=frames[1], special_tokens=[(token, vocab[token]) for token in around]
     )
-    names = {f"{token.strip('[]').lower()}_token": token for token in FILE_ALONE.special}
+    names = {f"{token.strip('[]<>').lower()}_token": token for token in special}
     return options | names | {"tokenizer_object": backend, "model_input_names": ["input_ids", "attention_mask"]}

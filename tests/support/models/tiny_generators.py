@@ -45,8 +45,11 @@ GENERATORS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2", "GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}),
     "bloom": ("Bloom", "BloomForCausalLM", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
     "t5": ("T5", "T5ForConditionalGeneration", {**_T5, "decoder_start_token_id": 0, "n_positions": CONTEXT}),
+    "umt5": ("UMT5", "UMT5ForConditionalGeneration", {**_T5, "decoder_start_token_id": 0, "n_positions": CONTEXT}),
     "bart": ("Bart", "BartForConditionalGeneration", _SIDES),
     "marian": ("Marian", "MarianMTModel", {**_SIDES, "scale_embedding": True}),
+    # NLLB too: positions are counted from the padding id.
+    "m2m_100": ("M2M100", "M2M100ForConditionalGeneration", {**_SIDES, "scale_embedding": True}),
 }
 
 
@@ -68,7 +71,7 @@ def module(name: str) -> Any:
 
 def save(name: str, folder: Path) -> Path:
     module(name).save_pretrained(folder)
-    tokenizer(has_end=GENERATORS[name][0] in ("T5", "Bart", "Marian")).save_pretrained(folder)
+    tokenizer(has_end=GENERATORS[name][0] in ("T5", "UMT5", "Bart", "Marian", "M2M100")).save_pretrained(folder)
     return folder
 
 

@@ -25,10 +25,10 @@ from hasten.backends.fused.session import (
     translate_torch_errors,
 )
 from hasten.backends.torch import probe_torch_gpu
-from hasten.core.errors import StageError
+from hasten.core.errors import StageError, UnsupportedError
 from hasten.core.gpu.capture_lock import capture_lock
 from hasten.core.system.hardware import Gpu, Machine
-from hasten.core.tensors import Batch
+from hasten.core.tensors import PROMPT_MASK, Batch
 from hasten.core.variant import Precision, Support, Variant
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class Fused:
     def check_module(self, module: Any) -> None:
         from hasten.kernels.weights import read
 
+        _check_inputs(module)
         read(module.model)
 
     def make(self, source: Source, variant: Variant, directory: Path) -> Artifact:
@@ -99,6 +100,7 @@ class Fused:
         from hasten.kernels.weights import read_dense
 
         module: Any = source.module
+        _check_inputs(module)
         model = _read(source, variant)
         # A pooled model has the layers after its pooling as head, not those of the transformers model.
         pooled = getattr(module, "head", None)
@@ -145,6 +147,11 @@ def _is_supported(modifier: str, precision: Precision) -> bool:
     """Accept any number after `keep`: the builder decides which GEMMs that means."""
     is_quantization = precision in LOW_PRECISION and (modifier == _QDQ or modifier.startswith(_KEEP))
     return modifier == _TANH_GELU or is_quantization or (modifier == _FAST_ACCUM and precision is Precision.FP8)
+
+
+def _check_inputs(module: Any) -> None:
+    if PROMPT_MASK in module.inputs:
+        raise UnsupportedError("the fused backend does not leave prompts out of the pooling")
 
 
 def _read(source: Source, variant: Variant) -> ModelWeights:

@@ -35,7 +35,7 @@ _ROTARY_MULTIPLE = 8
 # Tested in tests/contract/generation/test_build.py; others with the same attention may work.
 SUPPORTED_ARCHITECTURES = (
     "supported are Llama, Qwen2, Qwen3, Mistral, Gemma, Phi, OLMo, Granite, StarCoder2, GPT-NeoX, OPT, GPT-2,"
-    " T5, BART, Marian, Pegasus"
+    " T5, BART, Marian, Pegasus, M2M100"
 )
 
 

@@ -36,6 +36,7 @@ def export(
     except ImportError as error:
         raise missing_package(error.name or "onnx", "exporting", "build") from error
 
+    from hasten.builder.export.relative_bias import relative_bias_of_any_length
     from hasten.builder.sources.export_wrapper import example_inputs
 
     module, signature = loaded.module, loaded.signature
@@ -51,6 +52,8 @@ def export(
         quiet_libraries(),
         attention_implementation(module.model, "eager"),
         default_language_only(module.model),
+        relative_bias_of_any_length(module.model),
+        broadcast_masks(),
         torch.inference_mode(),
     ):
         module.has_additive_mask = _takes_additive_mask(module, feeds)
@@ -101,3 +104,24 @@ def attention_implementation(model: Any, name: str) -> Iterator[None]:
     finally:
         for part, default in changed:
             part.set_attn_implementation(default)
+
+
+@contextmanager
+def broadcast_masks() -> Iterator[None]:
+    """Let transformers compute eager attention masks by broadcasting, also those of custom functions.
+
+    For the latter it uses torch.vmap, which cannot be traced. Broadcasting needs functions of indices, as all that
+    transformers defines are; `check_graph` detects any other.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as FUNCTIONS
+
+    eager = FUNCTIONS["eager"]
+
+    def broadcast(*args: Any, **options: Any) -> Any:
+        return eager(*args, **{name: value for name, value in options.items() if name != "use_vmap"})
+
+    FUNCTIONS["eager"] = broadcast
+    try:
+        yield
+    finally:
+        del FUNCTIONS["eager"]

@@ -5,8 +5,9 @@ The encoder's graph returns the cross-attention keys and values of each decoder 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from hasten.backends import DECODER, ENCODER
 from hasten.backends.onnxruntime.decoder import DECODER_START_TOKEN_IDS
 from hasten.builder.export import decoder
 from hasten.builder.export.contrib_ops import AttentionConfig, FullAttention
+from hasten.builder.export.relative_bias import bidirectional_bias, relative_bias
 from hasten.builder.sources.quiet import first_line, quiet_libraries
 from hasten.core.errors import HastenError, UnsupportedError
 from hasten.onnx_graph import write_merged
@@ -30,6 +32,7 @@ _PROMPT_TOKENS = 5
 def export_encoder_decoder(model: Any, folder: Path, starts: Sequence[int], limits: tuple[int, int]) -> dict[str, Path]:
     """Export both graphs, with shared weights stored once; `limits` are the maximum prompt and output tokens."""
     max_prompt_tokens, max_output_tokens = limits
+    _extend_positions(model, max(limits))
     encoder, ids = _Encoder(model, max_prompt_tokens).eval(), torch.ones(1, _PROMPT_TOKENS, dtype=torch.int32)
     try:
         with quiet_libraries(), torch.inference_mode():
@@ -75,7 +78,7 @@ class _Encoder(torch.nn.Module):
         cross_cache: list[torch.Tensor] = []
         with (
             decoder.use_attention(self.model, _attend_to_all),
-            _relative_bias(self.model, self._max_tokens, _bidirectional),
+            relative_bias(self.model, partial(_distances, self._max_tokens), bidirectional_bias),
         ):
             encoded = self.model.get_encoder()(input_ids=input_ids)
             # The decoder runs only to compute keys and values; the rest is unused and not in the graph.
@@ -122,7 +125,7 @@ class _Decoder(torch.nn.Module):
             decoder.use_attention(self.model, trace.attend),
             decoder.last_position_only(self.model),
             _position_embeddings(self.model, positions),
-            _relative_bias(self.model, self._max_tokens, causal),
+            relative_bias(self.model, partial(_distances, self._max_tokens), causal),
         ):
             logits = self.model(
                 decoder_input_ids=input_ids,
@@ -184,17 +187,13 @@ class _TracedCache(EncoderDecoderCache):
         return 0
 
 
-def _bidirectional(table: torch.Tensor, queries: Any, keys: Any) -> torch.Tensor:
-    """Return the bias by the distance of each key from each query, in both directions."""
-    distances = torch.arange(keys)[None] - torch.arange(queries)[:, None] + table.shape[0] // 2
-    return torch.nn.functional.embedding(distances, table).permute(2, 0, 1)[None]
-
-
 def _position_embeddings(model: Any, positions: torch.Tensor) -> AbstractContextManager[None]:
     """Give each decoder row its own positions, if the decoder has a position table."""
     table = getattr(model.get_decoder(), "embed_positions", None)
     if table is None:
         return nullcontext()
+    if hasattr(table, "make_weights"):
+        return decoder.replaced_attribute([table], "forward", partial(_positions_after_padding, table, positions))
     if not hasattr(table, "weight"):
         raise UnsupportedError(
             f"{type(model).__name__} has unsupported position embeddings", hint=decoder.SUPPORTED_ARCHITECTURES
@@ -204,22 +203,20 @@ def _position_embeddings(model: Any, positions: torch.Tensor) -> AbstractContext
     return decoder.replaced_attribute([table], "forward", lambda *_, **__: embed(positions + offset, table.weight))
 
 
-@contextmanager
-def _relative_bias(model: Any, max_tokens: int, lookup: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Look up T5's bias in a table by distance: computed by logarithms, its bucket may differ between runtimes."""
-    parts = [part for part in model.modules() if getattr(part, "has_relative_attention_bias", False)]
-    for part in parts:
-        distances = torch.arange(max_tokens) if part.is_decoder else torch.arange(1 - max_tokens, max_tokens)
-        buckets = part._relative_position_bucket(
-            -distances if part.is_decoder else distances,
-            bidirectional=not part.is_decoder,
-            num_buckets=part.relative_attention_num_buckets,
-            max_distance=part.relative_attention_max_distance,
-        )
-        table = part.relative_attention_bias.weight.detach()[buckets]
-        part.compute_bias = lambda queries, keys, *_, table=table, **__: lookup(table, queries, keys)
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part.compute_bias
+def _positions_after_padding(table: Any, positions: torch.Tensor, ids: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return the position embeddings of M2M100, which count from the padding id; padding has a position of its own."""
+    indices = torch.where(ids == table.padding_idx, table.padding_idx, positions + table.padding_idx + 1)
+    return torch.nn.functional.embedding(indices, table.weights)
+
+
+def _extend_positions(model: Any, max_tokens: int) -> None:
+    """Compute all rows of M2M100's position tables, which otherwise grow with the texts they have seen."""
+    for table in (part for part in model.modules() if hasattr(part, "make_weights")):
+        rows = table.padding_idx + 1 + max_tokens
+        if rows > table.weights.shape[0]:
+            table.make_weights(rows, table.embedding_dim, table.padding_idx)
+
+
+def _distances(max_tokens: int, part: Any) -> torch.Tensor:
+    """Return the distances between an attention's tokens: of a decoder, those of earlier keys."""
+    return -torch.arange(max_tokens) if part.is_decoder else torch.arange(1 - max_tokens, max_tokens)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hasten.builder.sources.directory import ModelDirectory
+from hasten.builder.sources.sentence_layout import SCORES, DenseLayer, SentenceLayout, module_kinds, read_modules
 from hasten.core.errors import UnsupportedError
 from hasten.tasks import TaskSpec
 
@@ -24,14 +25,32 @@ def is_cross_encoder(model: ModelDirectory) -> bool:
     )
 
 
+def read_scoring_layout(model: ModelDirectory) -> SentenceLayout | None:
+    """Return the pooling and the layers of a cross-encoder that scores with modules; None if its transformer does."""
+    kinds = [kind for kind, _ in module_kinds(model)] if _read_settings(model) else []
+    if kinds in ([], ["Transformer"]):
+        return None
+    layout = read_modules(model) if kinds[:2] == ["Transformer", "Pooling"] else None
+    last = layout.dense[-1] if layout is not None and layout.dense else None
+    if layout is None or not isinstance(last, DenseLayer) or last.output != SCORES or not layout.pools_prompt:
+        raise UnsupportedError(
+            f"{model.id} scores with {' → '.join(kinds)}, which is not supported",
+            hint="a Transformer that scores, or Pooling and dense layers after it, of which the last computes scores",
+        )
+    return layout
+
+
+def score_labels(layout: SentenceLayout) -> tuple[str, ...]:
+    """Return names for the scores of a cross-encoder's last layer, which has none."""
+    last = layout.dense[-1]
+    return tuple(f"LABEL_{index}" for index in range(last.outputs if isinstance(last, DenseLayer) else 0))
+
+
 def read_cross_encoder(model: ModelDirectory, tokenizer: Any, spec: TaskSpec) -> TaskSpec:
     """Return the task with the model's activation and prompts; reject settings that the graph cannot reproduce."""
     settings = _read_settings(model)
     transformer: dict[str, Any] = {}
     if settings:
-        kinds = [str(entry["type"]).rsplit(".", 1)[-1] for entry in model.json("modules.json")]
-        if kinds != ["Transformer"]:
-            raise UnsupportedError(f"{model.id} scores with {' → '.join(kinds)}: only one Transformer is supported")
         file = "sentence_bert_config.json"
         transformer = model.json(file) or {}
         for key in ("max_seq_length", "do_lower_case", "processing_kwargs"):

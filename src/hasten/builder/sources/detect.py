@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hasten.builder.sources.cross_encoder import is_cross_encoder
+from hasten.builder.sources.cross_encoder import is_cross_encoder, read_scoring_layout, score_labels
 from hasten.builder.sources.directory import ModelDirectory
 from hasten.core.errors import PlanError
 from hasten.core.plan import Plan
@@ -28,7 +28,8 @@ def detect_task(model: ModelDirectory, plan: Plan) -> str:
         )
     heads = family_of(name).heads(name)
     # Without a class in the configuration, trust the plan's task: loading detects a missing head.
-    if heads and model.architecture and not model.architecture.endswith(heads):
+    is_scored_by_modules = name == RANKING and read_scoring_layout(model) is not None
+    if heads and model.architecture and not model.architecture.endswith(heads) and not is_scored_by_modules:
         fits = f"; it fits {detected}" if detected and detected != name else ""
         raise PlanError(f"{model.id} is a {model.architecture}, which has no head for {name}{fits}")
     return name
@@ -37,7 +38,8 @@ def detect_task(model: ModelDirectory, plan: Plan) -> str:
 def predict_task(model: ModelDirectory, task: AnyTask, plan: Plan) -> TaskSpec | None:
     """Return the task's settings as far as the configuration files show them; None if only loading does."""
     if task.auto_class.endswith("Classification"):
-        labels = _labels(model, plan)
+        layout = read_scoring_layout(model) if task.name == RANKING else None
+        labels = _labels(model, plan) if layout is None else score_labels(layout)
         problem = model.config.get("problem_type") or ""
         return None if labels is None else TaskSpec(task.name, labels=labels, problem=problem)
     if MASKS in task.axes:

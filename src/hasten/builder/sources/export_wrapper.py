@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.core.errors import UnsupportedError
+from hasten.core.tensors import PROMPT_MASK
 from hasten.tasks import Pooling
 
 # Below any activation, above the smallest float: padding is never the maximum.
@@ -45,7 +46,7 @@ class Exportable(nn.Module):
 
     def prepare_mask(self, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the feeds with the mask in the form that the model gets."""
-        return feeds | {"attention_mask": _additive_mask(feeds["attention_mask"])} if self.has_additive_mask else feeds
+        return feeds | ({"attention_mask": _additive_mask(feeds["attention_mask"])} if self.has_additive_mask else {})
 
 
 def _additive_mask(mask: Tensor) -> Tensor:
@@ -68,7 +69,9 @@ class Pooled(Exportable):
         return type(self)(model, self.inputs, self.outputs, self.head)
 
     def compute(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        return (self.head(self.run_model(feeds)["last_hidden_state"], feeds["attention_mask"]),)
+        prompt = feeds.get(PROMPT_MASK)
+        outputs = self.run_model({name: value for name, value in feeds.items() if name != PROMPT_MASK})
+        return (self.head(outputs["last_hidden_state"], feeds["attention_mask"], prompt),)
 
 
 class LastTokenHead(Exportable):
@@ -78,7 +81,10 @@ class LastTokenHead(Exportable):
     """
 
     def compute(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        outputs = self.model.base_model(**self.prepare_mask(feeds), use_cache=False, return_dict=True)
+        prepared = self.prepare_mask(feeds)
+        if hasattr(self.model, "_shift_right"):  # T5's base model does not derive them from the text
+            prepared["decoder_input_ids"] = self.model._shift_right(feeds["input_ids"])
+        outputs = self.model.base_model(**prepared, use_cache=False, return_dict=True)
         tokens = outputs["last_hidden_state"]
         ends = feeds["input_ids"] == self.model.config.eos_token_id
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -133,15 +139,21 @@ class _KeepMaskTokens:
 def example_inputs(
     inputs: Sequence[str], pad_id: int, mask_id: int | None, *, pads_left: bool = False
 ) -> dict[str, Tensor]:
-    """Return a batch of two rows of different length, so that no size is traced as one and the mask matters."""
+    """Return a batch of two rows of different length, so that no size is traced as one and the mask matters.
+
+    No row repeats a token: attention over equal values gives the same result with any mask, even without causality.
+    """
     lengths = torch.tensor([7, 5])
     mask = torch.arange(7) < lengths[:, None]
     mask = mask.flip(1) if pads_left else mask
     feeds = {name: torch.zeros((2, 7), dtype=torch.int32) for name in inputs}
-    feeds["input_ids"] = torch.where(mask, 5, pad_id).int()
+    tokens = torch.tensor([token for token in range(5, 14) if token not in (pad_id, mask_id)][:7])
+    feeds["input_ids"] = torch.where(mask, torch.stack([tokens, tokens.roll(3)]), pad_id).int()
     if mask_id is not None:
         feeds["input_ids"][[0, 0, 1], [2, 4, 3]] = mask_id
     feeds["attention_mask"] = mask.int()
+    if PROMPT_MASK in feeds:
+        feeds[PROMPT_MASK][:, :2] = 1
     return feeds
 
 
@@ -154,25 +166,33 @@ class PoolingHead(nn.Module):
         self.dense = nn.ModuleList(dense)
         self.normalize = normalize
 
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        pooled = torch.cat([pool(kind, tokens, mask) for kind in self.pooling], dim=-1)
+    def forward(self, tokens: Tensor, mask: Tensor, prompt: Tensor | None = None) -> Tensor:
+        pooled = torch.cat([pool(kind, tokens, mask, prompt) for kind in self.pooling], dim=-1)
         for layer in self.dense:
             pooled = layer(pooled)
         return nn.functional.normalize(pooled, p=2.0, dim=-1) if self.normalize else pooled
 
 
-def pool(kind: Pooling, tokens: Tensor, mask: Tensor) -> Tensor:
-    """Pool token vectors as sentence-transformers does, for rows that start at the first position."""
-    weights = mask.unsqueeze(-1).to(tokens.dtype)
-    if kind is Pooling.CLS:
+def pool(kind: Pooling, tokens: Tensor, mask: Tensor, prompt: Tensor | None = None) -> Tensor:
+    """Pool token vectors as sentence-transformers does, for rows that start at the first position.
+
+    `prompt` marks tokens at the start of a row that are left out.
+    """
+    real = mask.unsqueeze(-1).to(tokens.dtype)
+    weights = real if prompt is None else real * (prompt == 0).unsqueeze(-1).to(tokens.dtype)
+    if kind is Pooling.CLS and prompt is None:
         return tokens[:, 0]
     if kind is Pooling.MAX:
         return (tokens + (1.0 - weights) * _MASKED_VALUE).amax(dim=1)
-    if kind is Pooling.LAST_TOKEN:
-        last = weights.sum(dim=1, keepdim=True) - 1.0
+    if kind in (Pooling.CLS, Pooling.LAST_TOKEN):
+        length, count = real.sum(dim=1, keepdim=True), weights.sum(dim=1, keepdim=True)
+        # The first token again if none is left, but no last token.
+        index = (length - count) * (count > 0).to(tokens.dtype) if kind is Pooling.CLS else length - 1.0
         # A one-hot product instead of a gather: the same value, and every exporter and runtime supports it.
         positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=tokens.dtype).view(1, -1, 1)
-        return (tokens * (positions == last).to(tokens.dtype)).sum(dim=1)
+        chosen = (positions == index).to(tokens.dtype)
+        is_masked = kind is Pooling.LAST_TOKEN and prompt is not None
+        return (tokens * (chosen * weights if is_masked else chosen)).sum(dim=1)
     if kind is Pooling.WEIGHTED_MEAN:
         weights = weights * torch.cumsum(torch.ones_like(weights), dim=1)
     total = weights.sum(dim=1).clamp(min=1e-9)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
-from hasten.builder.sources.sentence_layout import SentenceLayout
+from hasten.builder.sources.sentence_layout import DenseLayer, SentenceLayout
+from hasten.core.errors import UnsupportedError
 from hasten.onnx_graph import all_nodes, opset_version
 from hasten.tasks import Pooling
 
@@ -112,6 +113,8 @@ def add_pooling(new: GraphAddition, tokens: str, mask: str, layout: SentenceLayo
     vectors = [_pool(new, kind, tokens, mask) for kind in layout.pooling]
     result = vectors[0] if len(vectors) == 1 else new.add("Concat", *vectors, axis=-1)
     for layer in layout.dense:
+        if not isinstance(layer, DenseLayer):
+            raise UnsupportedError("a LayerNorm after the pooling needs the model's weights, and it comes as a graph")
         weights = {name: new.constant(value) for name, value in layer.arrays().items()}
         result = new.add("Gemm", result, weights["weight"], *([weights["bias"]] if "bias" in weights else []), transB=1)
         result = _add_activation(new, layer.activation, result)

@@ -14,7 +14,8 @@ import numpy as np
 
 from hasten.backends import BACKENDS, MODEL, Artifact, RunOptions, Source
 from hasten.backends.onnxruntime import stored_precision
-from hasten.builder.sources.detect import EMBEDDING, detect_task
+from hasten.builder.sources.cross_encoder import read_scoring_layout
+from hasten.builder.sources.detect import EMBEDDING, RANKING, detect_task
 from hasten.builder.sources.directory import ModelDirectory
 from hasten.builder.sources.pytorch_model import Loaded, ModelFacts, read_facts
 from hasten.builder.sources.quiet import first_line, quiet_libraries
@@ -87,6 +88,8 @@ def load_graph(model: ModelDirectory, plan: Plan, file: Path) -> LoadedGraph:
     assert model.graph is not None
     label = f"{model.id}: {model.graph}"
     task = TASKS.get(detect_task(model, plan))
+    if task.name == RANKING and read_scoring_layout(model) is not None:
+        raise UnsupportedError(f"{model.id} scores with layers outside of its graph", hint="build it from its weights")
     with quiet_libraries():
         tokenizer = load_fast_tokenizer(model, plan)
         try:
@@ -181,11 +184,15 @@ def _check_inputs(graph: ModelProto, label: str) -> dict[str, DType]:
 
 def _layout(model: ModelDirectory, plan: Plan, output_names: list[str]) -> SentenceLayout:
     """Return the layout, without pooling if the graph pools; its prompts and maximum length apply even then."""
-    if _SENTENCE_OUTPUT not in output_names or plan.pooling is not None:
-        return read_layout(model, plan)
-    if model.find("modules.json") is None:
+    pools = _SENTENCE_OUTPUT in output_names and plan.pooling is None
+    if pools and model.find("modules.json") is None:
         return SentenceLayout(pooling=(), normalize=False)
-    return replace(read_layout(model, plan), pooling=())
+    layout = read_layout(model, plan)
+    if not layout.pools_prompt:
+        raise UnsupportedError(
+            f"{model.id} leaves its prompt out of the pooling, which its graph cannot", hint="build it from its weights"
+        )
+    return replace(layout, pooling=()) if pools else layout
 
 
 def _complete_outputs(

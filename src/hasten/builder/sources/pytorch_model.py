@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.backends import Source
-from hasten.builder.sources.cross_encoder import read_cross_encoder
+from hasten.builder.sources.cross_encoder import read_cross_encoder, read_scoring_layout, score_labels
 from hasten.builder.sources.detect import EMBEDDING, RANKING, detect_task
 from hasten.builder.sources.directory import ModelDirectory
 from hasten.builder.sources.peft import load_adapted
@@ -21,7 +21,7 @@ from hasten.builder.sources.sentence_layout import SentenceLayout, read_layout
 from hasten.builder.sources.tokenizer import load_fast_tokenizer, prepend_lowercase, tokenizer_spec
 from hasten.core.errors import HastenError, StageError, UnsupportedError, missing_package
 from hasten.core.plan import Plan
-from hasten.core.tensors import ATTENTION_MASK, BATCH, MASKS, SEQUENCE, DType, Signature, TensorSpec
+from hasten.core.tensors import ATTENTION_MASK, BATCH, MASKS, PROMPT_MASK, SEQUENCE, DType, Signature, TensorSpec
 from hasten.core.text.tokenizer import TokenizerSpec
 from hasten.core.variant import Precision, Variant
 from hasten.measure.encoder_gate import FP32_TOLERANCE
@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 # Tokenizers without a limit report a number near 10^30.
 _NO_LIMIT = 1_000_000
 _TOKEN_TYPES = "token_type_ids"
+# Why a traced graph would be right only for texts as long as the example.
+_UNSUPPORTED_ARCHITECTURES = {
+    "funnel": "shortens texts by pooling them, to sizes that tracing freezes",
+    "longformer": "divides texts into windows, whose number tracing freezes",
+}
+# Inputs of models that do not read texts alone.
+_BOXES = "bbox"
+_OTHER_INPUTS = {"pixel_values": "images", "input_features": "sound", "input_values": "sound"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +129,14 @@ def load_module(model: ModelDirectory, auto_class: str, plan: Plan, *, needs_poo
 def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
     """Load a model, wrap it for export and run it once, to collect the properties that the build needs."""
     task = TASKS.get(detect_task(model, plan))
-    layout = read_layout(model, plan) if task.name == EMBEDDING else None
+    _check_architecture(model)
+    layout = _read_layout(model, task, plan)
+    auto_class = "AutoModel" if layout is not None else task.auto_class
     # The pooler of a model without a head is not used.
-    module, tokenizer = load_module(model, task.auto_class, plan, needs_pooler=bool(task.heads))
+    needs_pooler = bool(task.heads) and layout is None
+    module, tokenizer = load_module(model, _encoder_class(model, auto_class), plan, needs_pooler=needs_pooler)
     from hasten.builder.sources.export_wrapper import example_inputs
 
-    if getattr(module.config, "attention_type", None) == "block_sparse":
-        raise UnsupportedError(
-            f"{model.id} attends to long texts in blocks and to short ones in full, which is more than one graph",
-            hint='set "attention_type": "original_full" in its config.json to use full attention',
-        )
     # int32 holds every id, and is copied in half the time of int64.
     accepted = dict.fromkeys(inspect.signature(module.forward).parameters, DType.INT32)
     facts = read_facts(accepted, module.config, tokenizer, task, layout, model, _reserved_positions(module))
@@ -150,6 +156,34 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
     )
 
 
+def _check_architecture(model: ModelDirectory) -> None:
+    """Reject architectures whose computation depends on the length of a text in a way that one graph cannot hold."""
+    kind = model.config.get("model_type")
+    if kind == "big_bird" and model.config.get("attention_type", "block_sparse") == "block_sparse":
+        raise UnsupportedError(
+            f"{model.id} attends to long texts in blocks and to short ones in full, which is more than one graph",
+            hint='set "attention_type": "original_full" in its config.json to use full attention',
+        )
+    if kind in _UNSUPPORTED_ARCHITECTURES:
+        raise UnsupportedError(f"{model.id} cannot be exported: a {kind} {_UNSUPPORTED_ARCHITECTURES[kind]}")
+
+
+def _read_layout(model: ModelDirectory, task: AnyTask, plan: Plan) -> SentenceLayout | None:
+    if task.name == EMBEDDING:
+        return read_layout(model, plan)
+    return read_scoring_layout(model) if task.name == RANKING else None
+
+
+def _encoder_class(model: ModelDirectory, auto_class: str) -> str:
+    """Return the class that loads the model; of an encoder-decoder whose encoder has a class, the encoder alone."""
+    if auto_class != "AutoModel":
+        return auto_class
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
+
+    encoder = MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(model.config.get("model_type"), "")
+    return "AutoModelForTextEncoding" if encoder.endswith("EncoderModel") else auto_class
+
+
 def read_facts(
     accepted: Mapping[str, DType],
     config: Any,
@@ -165,6 +199,8 @@ def read_facts(
     columns = [name for name in tokenizer.model_input_names if name in accepted and name != ATTENTION_MASK]
     if "input_ids" not in columns:
         raise UnsupportedError(f"{model.id} has no input_ids: only text models are supported")
+    if _BOXES in accepted:
+        raise UnsupportedError(f"{model.id} reads the boxes of words on a page, and only texts are supported")
     if not task.takes_pairs and not any(tokenizer("a text").get(_TOKEN_TYPES, ())):
         columns = [name for name in columns if name != _TOKEN_TYPES]
     inputs = ("input_ids", *(name for name in columns if name != "input_ids"))
@@ -178,10 +214,11 @@ def read_facts(
     if task.name == RANKING:
         spec = read_cross_encoder(model, tokenizer, spec)
     pads = {"input_ids": tokenizer_settings.pad_id}
+    masks = (PROMPT_MASK,) if layout is not None and not layout.pools_prompt else ()
     signature = Signature(
         inputs=tuple(
             TensorSpec(name, accepted.get(name, DType.INT32), (BATCH, SEQUENCE), pads.get(name, 0))
-            for name in ("input_ids", ATTENTION_MASK, *inputs[1:])
+            for name in ("input_ids", ATTENTION_MASK, *inputs[1:], *masks)
         ),
         outputs=(),
         max_length=tokenizer_settings.max_length,
@@ -223,6 +260,12 @@ def _probe(module: Exportable, task: AnyTask, feeds: Mapping[str, Any]) -> tuple
         with quiet_libraries(), torch.inference_mode():
             results, expected = module(**feeds), module(**unpadded)
     except Exception as error:  # a model may raise anything
+        accepted = inspect.signature(module.model.forward).parameters
+        if (other := next((kind for name, kind in _OTHER_INPUTS.items() if name in accepted), None)) is not None:
+            raise UnsupportedError(
+                f"{type(module.model).__name__} reads {other} besides texts, and only texts are supported",
+                hint="if its text encoder has a class of its own, save and build that",
+            ) from error
         raise StageError(f"{type(module.model).__name__} fails on its first batch: {first_line(error)}") from error
     outputs = tuple(
         TensorSpec(name, DType.FLOAT32, (*task.axes, *result.shape[len(task.axes) :]))
@@ -247,6 +290,8 @@ def save_configurations(config: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _task_spec(task: AnyTask, config: Any, tokenizer: Any, layout: SentenceLayout | None) -> TaskSpec:
+    if layout is not None and task.name == RANKING:
+        return TaskSpec(task.name, labels=score_labels(layout))
     if layout is not None:
         return TaskSpec(
             task.name,
@@ -254,6 +299,8 @@ def _task_spec(task: AnyTask, config: Any, tokenizer: Any, layout: SentenceLayou
             normalize=layout.normalize,
             prompts=layout.prompts,
             default_prompt=layout.default_prompt,
+            pools_prompt=layout.pools_prompt,
+            special_ids=() if layout.pools_prompt else tuple(sorted(tokenizer.all_special_ids)),
         )
     # Every configuration has default labels; only those of classifiers are used.
     labels = range(config.num_labels) if task.auto_class.endswith("Classification") else ()

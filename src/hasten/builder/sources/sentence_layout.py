@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ _LENGTH_FILES = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
+# The feature that pooling and dense layers compute, and the one of a cross-encoder's last layer.
+VECTOR, SCORES = "sentence_embedding", "scores"
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid")
 
 
@@ -38,6 +41,8 @@ class DenseLayer:
     outputs: int
     has_bias: bool
     activation: str
+    # The name of the feature that it computes.
+    output: str = VECTOR
 
     def module(self) -> Any:
         """Return the layer as a PyTorch module."""
@@ -57,16 +62,37 @@ class DenseLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class NormLayer:
+    """A LayerNorm after pooling, with its weights on disk."""
+
+    file: Path
+    width: int
+
+    def module(self) -> Any:
+        """Return the layer as a PyTorch module, in the form of a dense layer: a linear layer and an activation."""
+        from safetensors.torch import load_file
+        from torch import nn
+
+        norm = nn.LayerNorm(self.width)
+        norm.load_state_dict(
+            {name.removeprefix("norm."): value.float() for name, value in load_file(self.file).items()}
+        )
+        return nn.Sequential(nn.Identity(), norm)
+
+
+@dataclass(frozen=True, slots=True)
 class SentenceLayout:
     """The modules after the transformer, and the settings of the model."""
 
     pooling: tuple[Pooling, ...]
     normalize: bool
-    dense: tuple[DenseLayer, ...] = ()
+    dense: tuple[DenseLayer | NormLayer, ...] = ()
     max_length: int | None = None
     lowercase: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    # Whether the pooling includes the tokens of a prompt.
+    pools_prompt: bool = True
 
 
 def read_layout(model: ModelDirectory, plan: Plan) -> SentenceLayout:
@@ -80,37 +106,47 @@ def read_layout(model: ModelDirectory, plan: Plan) -> SentenceLayout:
                 hint="--pooling mean or cls",
             )
         return SentenceLayout(plan_pooling, normalize=False)
-    pooling: tuple[Pooling, ...] = ()
-    dense: list[DenseLayer] = []
-    normalize = False
-    for entry in modules:
-        kind, folder = str(entry["type"]).rsplit(".", 1)[-1], str(entry["path"])
-        if kind == "Transformer":
-            continue
-        if kind == "Pooling":
-            pooling = _read_pooling(model, folder)
-        elif normalize and kind == "Dense":
-            raise UnsupportedError(f"{model.id} has a dense layer after its Normalize module, which is not supported")
-        elif kind == "Dense":
-            dense.append(_read_dense(model, folder))
-        elif kind == "Normalize":
-            normalize = True
-        else:
-            raise UnsupportedError(f"{model.id} has a '{kind}' module, which is not supported")
-    if not pooling and plan_pooling is None:
+    layout = read_modules(model)
+    if not layout.pooling and plan_pooling is None:
         raise PlanError(f"{model.id} has no pooling module", hint="--pooling mean or cls")
     lengths: Any = next((content for name in _LENGTH_FILES if (content := model.json(name))), {})
     config = model.json("config_sentence_transformers.json") or {}
-    return SentenceLayout(
-        pooling=plan_pooling or pooling,
-        normalize=normalize,
-        dense=tuple(dense),
+    return replace(
+        layout,
+        pooling=plan_pooling or layout.pooling,
         max_length=lengths.get("max_seq_length"),
         lowercase=bool(lengths.get("do_lower_case")),
         # Keep empty prompts: newer versions write them, and requests or the default may name them.
         prompts={name: text or "" for name, text in (config.get("prompts") or {}).items()},
         default_prompt=config.get("default_prompt_name"),
     )
+
+
+def read_modules(model: ModelDirectory) -> SentenceLayout:
+    """Read the modules after the transformer; reject those that the graph cannot reproduce."""
+    pooling: tuple[Pooling, ...] = ()
+    dense: list[DenseLayer | NormLayer] = []
+    normalize, pools_prompt = False, True
+    for kind, folder in module_kinds(model):
+        if kind in ("Transformer", "Dropout"):
+            continue
+        if kind == "Pooling":
+            config = model.json(f"{folder}/config.json") or {}
+            pooling, pools_prompt = _read_pooling(config), bool(config.get("include_prompt", True))
+        elif normalize and kind in _LAYER_READERS:
+            raise UnsupportedError(f"{model.id} has a dense layer after its Normalize module, which is not supported")
+        elif kind in _LAYER_READERS:
+            dense.append(_LAYER_READERS[kind](model, folder))
+        elif kind == "Normalize":
+            normalize = True
+        else:
+            raise UnsupportedError(f"{model.id} has a '{kind}' module, which is not supported")
+    return SentenceLayout(pooling, normalize, tuple(dense), pools_prompt=pools_prompt)
+
+
+def module_kinds(model: ModelDirectory) -> list[tuple[str, str]]:
+    """Return the class name and the folder of each module in modules.json."""
+    return [(str(entry["type"]).rsplit(".", 1)[-1], str(entry["path"])) for entry in model.json("modules.json")]
 
 
 def parse_pooling(text: str) -> tuple[Pooling, ...]:
@@ -121,10 +157,7 @@ def parse_pooling(text: str) -> tuple[Pooling, ...]:
         raise PlanError(f"unknown pooling '{text}'", hint=f"one of {', '.join(Pooling)}, or several with +") from error
 
 
-def _read_pooling(model: ModelDirectory, folder: str) -> tuple[Pooling, ...]:
-    config = model.json(f"{folder}/config.json") or {}
-    if not config.get("include_prompt", True):
-        raise UnsupportedError(f"{model.id} excludes its prompt from the pooling, which is not supported")
+def _read_pooling(config: dict[str, Any]) -> tuple[Pooling, ...]:
     mode = config.get("pooling_mode")
     if mode is not None:
         return parse_pooling("+".join([mode] if isinstance(mode, str) else mode))
@@ -138,9 +171,29 @@ def _read_dense(model: ModelDirectory, folder: str) -> DenseLayer:
         raise UnsupportedError(f"{model.id} has a dense layer with the unsupported activation '{activation}'")
     if config.get("use_residual"):
         raise UnsupportedError(f"{model.id} has a dense layer with a residual connection, which is not supported")
+    return DenseLayer(
+        _find_weights(model, folder),
+        int(config["in_features"]),
+        int(config["out_features"]),
+        bool(config.get("bias", True)),
+        activation,
+        output=str(config.get("module_output_name") or config.get("module_input_name") or VECTOR),
+    )
+
+
+def _read_norm(model: ModelDirectory, folder: str) -> NormLayer:
+    config = model.json(f"{folder}/config.json") or {}
+    return NormLayer(_find_weights(model, folder), int(config["dimension"]))
+
+
+def _find_weights(model: ModelDirectory, folder: str) -> Path:
     weights = model.find(f"{folder}/model.safetensors")
     if weights is None:
         raise UnsupportedError(f"{model.id} has a dense layer without safetensors weights ({folder})")
-    return DenseLayer(
-        weights, int(config["in_features"]), int(config["out_features"]), bool(config.get("bias", True)), activation
-    )
+    return weights
+
+
+_LAYER_READERS: dict[str, Callable[[ModelDirectory, str], DenseLayer | NormLayer]] = {
+    "Dense": _read_dense,
+    "LayerNorm": _read_norm,
+}
