@@ -88,6 +88,8 @@ class AtBatch:
     agreement: float
     flips: int | None = None
     drop: float | None = None
+    # Fewer than all if these proved the agreement; None in reports of earlier versions.
+    rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,9 @@ def find_smoothing(
     index = GraphIndex(model)
     groups = _group([matmul for matmul in find_matmuls(model) if matmul.name in maxima])
     candidates = [_candidates(group, maxima, index) for group in groups]
-    tried = [[_factors([0] * group[0].inputs), *map(_factors, each)] for group, each in zip(groups, candidates, strict=True)]
+    tried = [
+        [_factors([0] * group[0].inputs), *map(_factors, each)] for group, each in zip(groups, candidates, strict=True)
+    ]
     errors = np.zeros((len(groups), 1 + len(_ALPHAS)))
     # Computed once: calibration brings several batches of values.
     powers = {
