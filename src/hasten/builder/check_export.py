@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from hasten.backends import Session
 from hasten.core.errors import AccuracyError, StageError
-from hasten.core.tensors import Batch, FloatArray, Signature, tile_rows
+from hasten.core.tensors import Batch, FloatArray, Outputs, Signature, tile_rows
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.measure.data import sample_texts
 from hasten.measure.encoder_gate import FP32_TOLERANCE
@@ -18,12 +19,28 @@ from hasten.measure.non_finite import is_finite
 
 _CHECKED_PAIRS = 40
 _EXPORT_HINT = "this architecture is not exported correctly; please report it"
+# Longer texts are not compared: eager attention needs memory for the square of the length, and 2 × 8191 took minutes.
+_MAX_CHECKED_LENGTH = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedBatch:
+    """An awkward batch and the outputs of the reference for it."""
+
+    name: str
+    rows: Batch
+    expected: Outputs
+
+
+def answer_awkward_batches(reference: Session, rows: Batch) -> list[CheckedBatch]:
+    """Run the reference on the batches that graphs are checked with."""
+    batches = awkward_batches(rows, reference.spec.signature)
+    return [CheckedBatch(name, batch, reference.run(batch)) for name, batch in batches]
 
 
 def check_graph(
     graph: Session,
-    reference: Session,
-    rows: Batch,
+    batches: Sequence[CheckedBatch],
     *,
     is_exact: bool = True,
     is_brief: bool = False,
@@ -37,8 +54,8 @@ def check_graph(
     """
     signature = graph.spec.signature
     notes = []
-    for name, batch in islice(awkward_batches(rows, signature), 1 if is_brief else None):
-        expected = reference.run(batch)
+    for checked in islice(batches, 1 if is_brief else None):
+        name, batch, expected = checked.name, checked.rows, checked.expected
         try:
             outputs = graph.run(batch)
         except StageError as error:
@@ -53,7 +70,7 @@ def check_graph(
         notes.append(name)
     if is_brief or not is_exact:
         return notes
-    ragged = _ragged(rows, signature)
+    ragged = batches[-1].rows
     together = graph.run(ragged)
     for output in signature.outputs:
         alone = [graph.run(ragged.take(np.array([row])))[output.name] for row in range(len(ragged))]
@@ -64,7 +81,7 @@ def check_graph(
 
 def awkward_batches(rows: Batch, signature: Signature) -> Iterator[tuple[str, Batch]]:
     """Yield batches of 1 and 7 rows with odd lengths, the maximum, length 1, and mixed lengths with padding."""
-    max_length = signature.max_length
+    max_length = min(signature.max_length, _MAX_CHECKED_LENGTH)
     for count, length in ((1, 13), (7, 5), (1, max_length), (2, max_length - 1), (1, 1), (7, 1)):
         width = max(1, min(length, max_length))
         yield f"{count}×{width}", tile_rows(rows, np.full(count, width), signature.mask_id)

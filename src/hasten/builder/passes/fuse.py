@@ -20,6 +20,8 @@ from hasten.onnx_graph import attribute, has_external_data, read_graph, write_gr
 # docs/reference/support.md lists the fused layers.
 _MODEL_TYPE = "bert"
 
+_DOMAIN = "com.microsoft"
+
 # Operators that remain if a fusion failed, and the pattern they belong to.
 _UNFUSED_OPERATORS = {"Softmax": "attention", "Erf": "GELU"}
 
@@ -97,6 +99,9 @@ def fuse(graph: Path, file: Path, config: Any, *, pads_left: bool = False) -> Fu
                 opt_level=0,
             )
         counts = {name: count for name, count in model.get_fused_operator_statistics().items() if count}
+        model.topological_sort()
+        if all(entry.domain != _DOMAIN for entry in model.model.opset_import):
+            model.model.opset_import.add(domain=_DOMAIN, version=1)
         onnx.load_external_data_for_model(model.model, str(graph.parent))
         write_graph(model.model, file, external_data=has_external_data(graph))
     except Exception as error:

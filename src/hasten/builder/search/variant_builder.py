@@ -34,6 +34,7 @@ from hasten.core.progress import Progress, SilentProgress
 from hasten.core.report import Pass, Verdict
 from hasten.core.system.cpu_targets import CpuTarget, required_features, target_of
 from hasten.core.system.hardware import this_machine
+from hasten.core.system.memory_limit import free_memory
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
 from hasten.measure.encoder_gate import Expectation, expect, verify
@@ -274,6 +275,7 @@ class VariantBuilder:
             quantized = self._new_graph_folder(variant) / ("model.xml" if is_openvino else graph.name)
             rows = self._calibration if recipe.method is Method.NNCF else None
             make_graph(graph, quantized, recipe, rows, external_data=is_large(graph))
+            free_memory()  # quantizers leave several copies of the weights to the garbage collector
             if not is_openvino:
                 self._record("quantize", variant, graph, quantized)
             graph = quantized
