@@ -71,8 +71,8 @@ def bench(
 
     With `finalists`, only the baseline and that many of the fastest contenders go on to the other shapes, and very slow
     ones stop early at the first shape. `rows` are real token rows, tiled to each shape. The budget covers the start of
-    the processes, up to half of it. A shape that does not fit into it is timed with fewer rows and extrapolated if times
-    scale with the rows (`scales_with_rows`), and otherwise gets the minimum number of rounds. `commands` start other
+    the processes, up to half of it. A shape that does not fit into it is timed with fewer rows and extrapolated if
+    times scale with the rows (`scales_with_rows`), and otherwise gets the minimum number of rounds. `commands` start other
     worker programs for some contenders. If memory does not hold all processes at once, they run in heats, the baseline
     in each, and the finalists are compared once more at the first shape.
     """
@@ -165,9 +165,8 @@ def _race(
         with step(progress, "benchmark", total=timing_s):
             for index, shape in enumerate(shapes):
                 # What one shape takes too long is taken from the others.
-                share_s = (deadline - time.perf_counter()) / (
-                    2 if index == 0 < len(shapes) - 1 else len(shapes) - index
-                )
+                parts = 2 if index == 0 < len(shapes) - 1 else len(shapes) - index
+                share_s = max(0.0, deadline - time.perf_counter()) / parts
                 is_heat = index == 0 and finalists is not None
                 begin = time.perf_counter()
                 timed = _affordable(active, shape, tiled, share_s) if scales_with_rows else shape
@@ -294,7 +293,7 @@ class BenchWorker(Closing):
         self._send(shape, batch)
         return self._run(RoundRequest(str(shape), 0, 1))[0] / 1e3
 
-    def send(self, shape: Shape, batch: Batch, round_s: float) -> None:
+    def send(self, shape: Shape, batch: Batch, round_s: float = _CONTENDER_S) -> None:
         """Send a batch, warm up on it, and determine how many runs make a round of this time."""
         run_s = self._send(shape, batch)
         # The first runs of a shape include compilation and graph capture: taken as typical, they would make rounds of
