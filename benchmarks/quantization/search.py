@@ -6,6 +6,11 @@ Each model is built by default, in a process of its own; with data, the gate all
 `--exhaustive`, it is built once more with `--keep all`, which tries every variant, judges all of them on all rows and
 stores those that pass. Then the variants that both builds choose are timed in alternating rounds at the optimal shape,
 beside stock ONNX Runtime in fp32. Nothing else may run on the machine meanwhile.
+
+    python benchmarks/quantization/search.py --families [--real-models MODELS DATA] -o FILE
+
+compares both builds of MiniLM and of twelve small models of different families (`search_models.py`), and of fine-tuned
+ones, with short budgets: at most 25 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ import msgspec
 import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1]))
+
+from search_models import make_families, make_real
 
 from alternating_rounds import time_alternating
 from hasten.backends import Artifact
@@ -43,16 +50,32 @@ MAX_DROP = "0.5"
 
 
 def main() -> None:
-    """Build and time each model; write the result file after each."""
+    """Read the options, make the models and study them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", metavar="NAME=DIRECTORY[,DATA[,CALIBRATION]]")
+    parser.add_argument("models", nargs="*", metavar="NAME=DIRECTORY[,DATA[,CALIBRATION]]")
+    parser.add_argument("--families", action="store_true", help="compare small models of different families")
+    parser.add_argument("--real-models", nargs=2, type=Path, metavar=("MODELS", "DATA"), help="also fine-tuned ones")
+    parser.add_argument("--bench-budget", default=None, help="the option of the builds")
     parser.add_argument("--exhaustive", action="store_true", help="also build with --keep all, and compare")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of timing per model")
     parser.add_argument("--runs", type=int, default=4, help="runs with fresh processes")
     parser.add_argument("--append", action="store_true", help="keep the rows of other models in the result file")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if args.families:
+        args.exhaustive, args.budget, args.runs = True, min(args.budget, 8.0), min(args.runs, 2)
+        args.bench_budget = args.bench_budget or "4s"
     register(is_dynamic=True)
+    with tempfile.TemporaryDirectory(prefix="hasten-models-") as folder:
+        if args.families:
+            args.models += make_families(Path(folder))
+        if args.real_models is not None:
+            args.models += make_real(*args.real_models, Path(folder))
+        run_studies(args)
+
+
+def run_studies(args: argparse.Namespace) -> None:
+    """Study each model; write the result file after each."""
     rows: dict[str, Any] = {}
     if args.append and args.output.exists():
         rows = msgspec.json.decode(args.output.read_bytes())["models"]
@@ -67,9 +90,10 @@ def main() -> None:
 
 def study(files: list[str], work: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Build a model once or twice, and time what was chosen."""
-    builds = {QUICK: build(files, work / QUICK, [])}
+    options = ["--bench-budget", args.bench_budget] if args.bench_budget is not None else []
+    builds = {QUICK: build(files, work / QUICK, options)}
     if args.exhaustive:
-        builds[EXHAUSTIVE] = build(files, work / EXHAUSTIVE, ["--keep", "all"])
+        builds[EXHAUSTIVE] = build(files, work / EXHAUSTIVE, [*options, "--keep", "all"])
     bundles = {kind: open_bundle(work / kind) for kind in builds}
     artifacts = {kind: chosen_artifact(bundle) for kind, bundle in bundles.items()}
     stock = stock_artifact(files[0], bundles[QUICK], work / "stock")
@@ -115,6 +139,7 @@ def build(files: list[str], target: Path, options: list[str]) -> dict[str, Any]:
         "cpu_s": sum(after[2:4]) - sum(before[2:4]),
         "peak_memory_bytes": int(printed) * (1 if sys.platform == "darwin" else 1024),
         "stages": {stage.name: stage.seconds for stage in report.stages},
+        "stage_peak_memory_bytes": {stage.name: stage.peak_memory_bytes for stage in report.stages},
         "chosen": report.chosen,
         "candidates": report.candidates,
         "timings": report.bench.at(report.plan.shapes.optimal),

@@ -52,9 +52,11 @@ def trace(
         finally:
             # Some versions of torch.onnx.export leave modules in train mode, and dropout would falsify the reference.
             module.eval()
-        _take_branches(file, feeds)
         size_bytes = sum(part.stat().st_size for part in Path(work).iterdir())
         graph = onnx.load(file)
+        if any(node.op_type == "If" for node in graph.graph.node):
+            _take_branches(file, feeds)
+            graph = onnx.load(file)
     _bound_buckets(graph.graph)
     return graph, size_bytes
 

@@ -8,7 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hasten.core.errors import StageError, missing_package
 
@@ -17,6 +17,8 @@ EXTERNAL_DATA_BYTES = 2**31 - 2**27
 # Weights in an external file are page-aligned so that they can be memory-mapped; small tensors stay in the graph.
 _ALIGNMENT = 4096
 _MIN_EXTERNAL_BYTES = 1024
+# Passes over graphs read shapes, positions and biases of this size without loading the weights.
+_INLINE_BYTES = 2**18
 
 
 def read_graph(file: Path, *, with_weights: bool = True) -> Any:
@@ -36,7 +38,88 @@ def write_graph(model: Any, file: Path, *, external_data: bool) -> None:
     import onnx
 
     drop_unused(model.graph)
-    onnx.save_model(model, file, save_as_external_data=external_data, location=f"{file.name}.data")
+    if not external_data:
+        _write_one_file(model, file)
+        return
+    name = f"{file.name}.data"
+    onnx.save_model(model, file, save_as_external_data=True, location=name, size_threshold=_INLINE_BYTES)
+
+
+def merge_weights(graph: Path) -> None:
+    """Store a graph and its weights as one file, unless it is large."""
+    if not has_external_data(graph) or is_large(graph):
+        return
+    model = read_graph(graph, with_weights=any(map(_branches, read_graph(graph, with_weights=False).graph.node)))
+    merged = graph.with_name(f"{graph.name}.merged")
+    _write_one_file(model, merged)
+    graph.with_name(f"{graph.name}.data").unlink()
+    merged.replace(graph)
+
+
+def _write_one_file(model: Any, file: Path) -> None:
+    """Write a model and its weights, of which those in an external file are read one by one.
+
+    protobuf would build the whole file in memory, in three further copies of the weights.
+    """
+    import onnx
+
+    outer, inner = onnx.ModelProto(), onnx.GraphProto()
+    for copy, message, streamed in ((outer, model, "graph"), (inner, model.graph, "initializer")):
+        for field, value in message.ListFields():
+            if field.name == streamed:
+                continue
+            if isinstance(value, str | int):
+                setattr(copy, field.name, value)
+            else:
+                getattr(copy, field.name).extend(value)
+    beginning = inner.SerializeToString()
+    tensors = [_TensorRecord(tensor, file.parent) for tensor in model.graph.initializer]
+    size = len(beginning) + sum(tensor.size for tensor in tensors)
+    with file.open("wb") as stream:
+        stream.write(outer.SerializeToString())
+        stream.write(_field(onnx.ModelProto, "graph", size))
+        stream.write(beginning)
+        for tensor in tensors:
+            tensor.write(stream)
+
+
+class _TensorRecord:
+    """A weight in protobuf's encoding: a header and the values, which may still be in an external file."""
+
+    def __init__(self, tensor: Any, folder: Path) -> None:
+        import onnx
+
+        self._folder, self._location = folder, {entry.key: entry.value for entry in tensor.external_data}
+        self._values = tensor.raw_data
+        length = int(self._location["length"]) if self._location else len(self._values)
+        if length:
+            header = onnx.TensorProto(name=tensor.name, dims=tensor.dims, data_type=tensor.data_type)
+            content = header.SerializeToString() + _field(onnx.TensorProto, "raw_data", length)
+        else:
+            content = tensor.SerializeToString()
+        self._beginning = _field(onnx.GraphProto, "initializer", len(content) + length) + content
+        self.size = len(self._beginning) + length
+
+    def write(self, stream: BinaryIO) -> None:
+        """Write the record."""
+        stream.write(self._beginning)
+        if not self._location:
+            stream.write(self._values)
+            return
+        with (self._folder / self._location["location"]).open("rb") as data:
+            data.seek(int(self._location.get("offset", 0)))
+            stream.write(data.read(int(self._location["length"])))
+
+
+def _field(message: Any, name: str, size: int) -> bytes:
+    """Return protobuf's tag and length of a field that holds `size` bytes."""
+    return _varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | 2) + _varint(size)
+
+
+def _varint(value: int) -> bytes:
+    """Return a number in groups of seven bits, the lowest first; all but the last have the highest bit set."""
+    groups = [value >> shift & 127 for shift in range(0, max(1, value.bit_length()), 7)]
+    return bytes([*(group | 128 for group in groups[:-1]), groups[-1]])
 
 
 def write_merged(models: Mapping[Path, Any]) -> None:

@@ -13,7 +13,16 @@ import numpy as np
 from hasten.backends import Session
 from hasten.core.errors import AccuracyError, StageError
 from hasten.core.system.hardware import available_memory_bytes
-from hasten.core.tensors import PROMPT_MASK, Batch, FloatArray, IntArray, Signature, ranges_to_indices, tile_rows
+from hasten.core.tensors import (
+    PROMPT_MASK,
+    Batch,
+    FloatArray,
+    IntArray,
+    Outputs,
+    Signature,
+    ranges_to_indices,
+    tile_rows,
+)
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.measure.data import sample_texts
 from hasten.measure.encoder_gate import FP32_TOLERANCE
@@ -23,43 +32,81 @@ _CHECKED_PAIRS = 40
 _EXPORT_HINT = "this architecture is not exported correctly; please report it"
 # Texts up to this length are always checked. Attention of longer ones may take minutes and gigabytes.
 _ALWAYS_CHECKED_TOKENS = 2048
-_LONG_TEXT_BUDGET_S = 120.0
+# For the reference; the graph takes about as long.
+_LONG_TEXT_BUDGET_S = 60.0
 # The peak memory of one pass over copies of one layer's attention scores: 7.2 GB for six heads and 8,192 tokens.
 _SCORE_COPIES = 4
 _MAX_MEMORY_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class GraphCheck:
-    """The shapes at which the graph equals the model, and why longer texts were not checked, if so."""
+class CheckedBatch:
+    """An awkward batch and the outputs of the reference for it."""
 
-    shapes: tuple[str, ...]
+    name: str
+    rows: Batch
+    expected: Outputs
+
+
+@dataclass(frozen=True, slots=True)
+class GraphChecks:
+    """The batches that graphs are checked with, and why longer texts are not checked, if so."""
+
+    batches: tuple[CheckedBatch, ...]
+    # Rows of mixed lengths, which are also run one by one.
+    ragged: Batch
     unchecked: str = ""
+
+
+def answer_awkward_batches(
+    reference: Session, rows: Batch, *, attention_heads: int = 1, long_text_budget_s: float = _LONG_TEXT_BUDGET_S
+) -> GraphChecks:
+    """Run the reference on the batches that graphs are checked with.
+
+    One text of the maximum length is among them if its pass is expected to fit into `long_text_budget_s` and the
+    memory, otherwise a shorter one.
+    """
+    signature = reference.spec.signature
+    checked: list[CheckedBatch] = []
+
+    def answer(name: str, batch: Batch) -> None:
+        checked.append(CheckedBatch(name, batch, reference.run(batch)))
+
+    for name, batch in awkward_batches(rows, signature):
+        answer(name, batch)
+    ragged, unchecked = checked[-1].rows, ""
+    if signature.max_length > _ALWAYS_CHECKED_TOKENS:
+        begin = time.perf_counter()
+        answer(*_long_text(rows, signature, _ALWAYS_CHECKED_TOKENS))
+        seconds = time.perf_counter() - begin
+        length = _affordable_length(signature.max_length, seconds, long_text_budget_s, attention_heads)
+        if length > _ALWAYS_CHECKED_TOKENS:
+            answer(*_long_text(rows, signature, length))
+        if length < signature.max_length:
+            unchecked = (
+                f"texts of more than {length} tokens are not checked: they would take too long or too much memory"
+            )
+    return GraphChecks(tuple(checked), ragged, unchecked)
 
 
 def check_graph(
     graph: Session,
-    reference: Session,
-    rows: Batch,
+    checks: GraphChecks,
     *,
     is_exact: bool = True,
     is_brief: bool = False,
-    attention_heads: int = 1,
-    long_text_budget_s: float = _LONG_TEXT_BUDGET_S,
     find_non_finite: Callable[[Batch], str | None] = lambda _: None,
-) -> GraphCheck:
+) -> list[str]:
     """Raise on the first shape at which the outputs of the graph differ; return the shapes that were checked.
 
     `find_non_finite` returns the first operator whose output is not finite. A graph that is not exact must only run:
     outputs of dynamic int8 depend on the rest of the batch. A brief check uses one shape, another than that of the
-    tracing example, at which dimensions that tracing made constant show. One text of the maximum length is checked if
-    its pass is expected to fit into `long_text_budget_s` and the memory, otherwise a shorter one.
+    tracing example, at which dimensions that tracing made constant show.
     """
     signature = graph.spec.signature
-    shapes: list[str] = []
-
-    def check(name: str, batch: Batch) -> None:
-        expected = reference.run(batch)
+    shapes = []
+    for checked in islice(checks.batches, 1 if is_brief else None):
+        name, batch, expected = checked.name, checked.rows, checked.expected
         try:
             outputs = graph.run(batch)
         except StageError as error:
@@ -72,32 +119,15 @@ def check_graph(
             where = f"{name}, output '{output.name}'"
             _compare(outputs[output.name], (expected if is_exact else outputs)[output.name], where)
         shapes.append(name)
-
-    for name, batch in islice(awkward_batches(rows, signature), 1 if is_brief else None):
-        check(name, batch)
-    if is_brief:
-        return GraphCheck(tuple(shapes))
-    unchecked = ""
-    if signature.max_length > _ALWAYS_CHECKED_TOKENS:
-        begin = time.perf_counter()
-        check(*_long_text(rows, signature, _ALWAYS_CHECKED_TOKENS))
-        seconds = time.perf_counter() - begin
-        length = _affordable_length(signature.max_length, seconds, long_text_budget_s, attention_heads)
-        if length > _ALWAYS_CHECKED_TOKENS:
-            check(*_long_text(rows, signature, length))
-        if length < signature.max_length:
-            unchecked = (
-                f"texts of more than {length} tokens are not checked: they would take too long or too much memory"
-            )
-    if not is_exact:
-        return GraphCheck(tuple(shapes), unchecked)
-    ragged = _ragged(rows, signature)
+    if is_brief or not is_exact:
+        return shapes
+    ragged = checks.ragged
     together = graph.run(ragged)
     for output in signature.outputs:
         alone = [graph.run(ragged.take(np.array([row])))[output.name] for row in range(len(ragged))]
         where = f"batched against single, output '{output.name}'"
         _compare(together[output.name], np.concatenate(alone), where, hint="the outputs of a row depend on its padding")
-    return GraphCheck((*shapes, "batched against single"), unchecked)
+    return [*shapes, "batched against single"]
 
 
 def awkward_batches(rows: Batch, signature: Signature) -> Iterator[tuple[str, Batch]]:

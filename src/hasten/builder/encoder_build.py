@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.backends import BACKENDS, MODEL, Artifact, ChecksModule, Dialect, RunOptions, Session, dialect_of
-from hasten.builder.check_export import GraphCheck, check_graph
+from hasten.builder.check_export import GraphChecks, answer_awkward_batches, check_graph
 from hasten.builder.export.encoder import IR_VERSION, OPSET, export
 from hasten.builder.passes.pipeline import apply_passes, record_pass
 from hasten.builder.pipeline import BenchedVariants, BuildPipeline, PhaseBench
@@ -84,11 +84,17 @@ class EncoderBuild(BuildPipeline):
         with self.stage("reference") as notes:
             reference = self._open_reference(loaded)
             rows, expected = self._answer(loaded, Predictor(loaded.task, tokenizer, reference), notes)
+            graph_checks = answer_awkward_batches(
+                reference,
+                expected.encoded.batch,
+                attention_heads=int(getattr(loaded.config, "num_attention_heads", None) or 1),
+            )
         with self.stage("export") as notes:
             exported = self._export(loaded, notes)
             self._check_finite(exported, loaded, expected)
             # A graph that tracing specialized to one shape is large, and fusing it would take minutes: check it first.
-            self._check_graph(exported, loaded, reference, expected, is_brief=True)
+            self._check_graph(exported, loaded, graph_checks, is_brief=True)
+            baseline = self._save_baseline(loaded)
             names = [name for group in self._names.values() for name in group]
             self.passes.append(record_pass("export", None, exported, variants=names, notes=notes))
         with self.stage("optimize") as notes:
@@ -97,10 +103,10 @@ class EncoderBuild(BuildPipeline):
             self.passes += graphs.passes
             notes += dict.fromkeys(note for step in graphs.passes for note in step.notes)
         with self.stage("check") as notes:
-            checked = self._check_graph(graphs.plain, loaded, reference, expected)
+            checked = self._check_graph(graphs.plain, loaded, graph_checks)
             outcome = f"equals {loaded.baseline}" if loaded.precision is Precision.FP32 else "runs"
-            notes.append(f"the graph {outcome} at {', '.join(checked.shapes)}")
-            notes += [checked.unchecked] if checked.unchecked else []
+            notes.append(f"the graph {outcome} at {', '.join(checked)}")
+            notes += [graph_checks.unchecked] if graph_checks.unchecked else []
         with self.stage("search") as notes:
             # The CPU that int8 graphs are made for.
             recipe = self.resolved.data.recipe
@@ -138,9 +144,13 @@ class EncoderBuild(BuildPipeline):
             if shapes.sequence.max > limit:
                 notes.append(f"--seq-len {shapes.sequence.max} shortened to the model's {limit}")
             shapes = Shapes(shapes.batch, shapes.sequence.at_most(limit))
-            variant = baseline_for(loaded.baseline, self.candidates.device, self.machine)
-            baseline = eligible[variant].artifact if variant in eligible else builder.make(variant)
-            contenders = [baseline, *(trial.artifact for key, trial in eligible.items() if key != variant)]
+            variant = self._baseline_variant(loaded)
+            if variant in eligible:
+                baseline = eligible[variant].artifact
+            contenders = [
+                baseline or builder.make(variant),
+                *(trial.artifact for key, trial in eligible.items() if key != variant),
+            ]
             measured = bench(
                 contenders,
                 [shapes.optimal] if self.is_brief else shapes.corners(),
@@ -218,9 +228,27 @@ class EncoderBuild(BuildPipeline):
             notes.append("not needed: the model comes as a graph")
             return loaded.graph
         exported = self.folder("exported") / "model.onnx"
-        export(loaded, exported)
+        # Passes over the graph leave its weights in a second file.
+        export(loaded, exported, external_data_bytes=0)
         notes.append(f"opset {OPSET}, IR {IR_VERSION}")
         return exported
+
+    @property
+    def _module_variants(self) -> list[Variant]:
+        """Return the variants that are made from the PyTorch module."""
+        return [v for v in self.candidates.all_variants if dialect_of(v) is Dialect.MODULE or is_qdq(v)]
+
+    def _baseline_variant(self, loaded: LoadedSource) -> Variant:
+        return baseline_for(loaded.baseline, self.candidates.device, self.machine)
+
+    def _save_baseline(self, loaded: LoadedSource) -> Artifact | None:
+        """Save the module for the benchmark and free its weights; None if variants are made from it."""
+        if isinstance(loaded, LoadedGraph) or self._module_variants:
+            return None
+        variant = self._baseline_variant(loaded)
+        artifact = BACKENDS.get(variant.backend).make(loaded.source, variant, self.folder(variant.name))
+        loaded.module.to("meta")
+        return artifact
 
     def _check_finite(self, graph: Path, loaded: LoadedSource, expected: Expectation) -> None:
         """Reject a model whose own outputs are not finite: no variant could be compared with it."""
@@ -231,16 +259,14 @@ class EncoderBuild(BuildPipeline):
         raise AccuracyError(f"{loaded.baseline} itself has outputs that are not finite{where}")
 
     def _check_graph(
-        self, graph: Path, loaded: LoadedSource, reference: Session, expected: Expectation, *, is_brief: bool = False
-    ) -> GraphCheck:
+        self, graph: Path, loaded: LoadedSource, checks: GraphChecks, *, is_brief: bool = False
+    ) -> list[str]:
         with self._open_graph(graph, loaded) as session:
             return check_graph(
                 session,
-                reference,
-                expected.encoded.batch,
+                checks,
                 is_exact=loaded.precision is Precision.FP32,
                 is_brief=is_brief,
-                attention_heads=int(getattr(loaded.config, "num_attention_heads", None) or 1),
                 find_non_finite=partial(self._find_non_finite, graph, loaded),
             )
 

@@ -26,7 +26,8 @@ from hasten.core.errors import AccuracyError, HastenError, StageError
 from hasten.core.plan import Keep, Plan, Shapes
 from hasten.core.progress import Progress
 from hasten.core.report import Bench, Candidate, Pass, Report, Stage, Status
-from hasten.core.system.hardware import Machine, this_machine
+from hasten.core.system.hardware import Machine, peak_memory_bytes, this_machine
+from hasten.core.system.memory_limit import free_memory
 from hasten.core.tensors import Batch, Shape
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.core.variant import Variant, VariantChoice
@@ -138,7 +139,8 @@ class BuildPipeline(ABC):
             raise StageError(f"{name} failed: {type(error).__name__}: {error}") from error
         finally:
             self.progress.finish("; ".join(notes), ok=ok)
-        self.stages.append(Stage(name, time.perf_counter() - begin, tuple(notes)))
+        free_memory()
+        self.stages.append(Stage(name, time.perf_counter() - begin, tuple(notes), peak_memory_bytes()))
 
     def folder(self, name: str) -> Path:
         """Create a folder in the working directory."""

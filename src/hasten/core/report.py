@@ -88,6 +88,8 @@ class AtBatch:
     agreement: float
     flips: int | None = None
     drop: float | None = None
+    # Fewer than all if these proved the agreement; None in reports of earlier versions.
+    rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,10 @@ class Verdict:
         A metric above that of the reference is chance and counts as no loss.
         """
         return max(0.0, self.drop) if self.drop is not None else 1.0 - self.agreement.value
+
+
+# With fewer rounds, not even their range is a 95 % interval of the median.
+INTERVAL_ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +174,8 @@ class Timing:
 
     @property
     def has_interval(self) -> bool:
-        """Return whether there are enough rounds: below six, not even their range is a 95 % interval of the median."""
-        return len(self.round_medians_ms) >= 6
+        """Return whether there are enough rounds."""
+        return len(self.round_medians_ms) >= INTERVAL_ROUNDS
 
     @property
     def is_significant(self) -> bool:
@@ -233,6 +239,8 @@ class Stage:
     name: str
     seconds: float
     notes: tuple[str, ...] = ()
+    # The peak memory of the process from its start to the end of the stage; None in reports of earlier versions.
+    peak_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

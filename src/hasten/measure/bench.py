@@ -18,7 +18,7 @@ import numpy as np
 from hasten.backends import Artifact
 from hasten.core.errors import StageError
 from hasten.core.progress import Progress, step
-from hasten.core.report import Bench, Footprint, Timing
+from hasten.core.report import INTERVAL_ROUNDS, Bench, Footprint, Timing
 from hasten.core.system.closing import Closing
 from hasten.core.system.hardware import available_memory_bytes, busy_cpu_seconds
 from hasten.core.tensors import Batch, Shape, tile_rows
@@ -37,11 +37,12 @@ _MAX_ROUNDS = 200
 _MIN_ROUNDS = 2
 # Runs of a batch before its first round.
 _SEND_RUNS = 2
-# In a heat, a contender this many times slower than the fastest after a few short rounds is dropped; the rounds are
-# enough for an interval.
+# In a heat, a contender this many times slower than the fastest after a few short rounds is dropped.
 _DROP_RATIO = 1.5
-_SHORT_ROUNDS = 6
+_SHORT_ROUNDS = INTERVAL_ROUNDS
 _SHORT_SHARE = 0.25
+# The part of the budget that is left for timing, however long the processes take to start.
+_MIN_TIMING_SHARE = 0.5
 # The memory of a process beside its weights, for libraries and activations, and the copies of the weights it holds: as
 # they are read, and as its kernels need them.
 _PROCESS_BYTES = 3 * 2**27
@@ -69,10 +70,10 @@ def bench(
     """Time contenders at every shape; the first contender is the baseline, the first shape gets half the time.
 
     With `finalists`, only the baseline and that many of the fastest contenders go on to the other shapes, and very slow
-    ones stop early at the first shape. `rows` are real token rows, tiled to each shape. The budget covers the timing,
-    not the start of the processes. A shape that does not fit into it is timed with fewer rows and extrapolated if times
-    scale with the rows (`scales_with_rows`), and otherwise gets the minimum number of rounds. `commands` start other
-    worker programs for some contenders. If memory does not hold all processes at once, they run in heats, the baseline
+    ones stop early at the first shape. `rows` are real token rows, tiled to each shape. The budget covers the start of
+    the processes, up to half of it. A shape that does not fit into it is timed with fewer rows and extrapolated if
+    times scale with the rows (`scales_with_rows`), and otherwise gets the minimum number of rounds. `commands` start
+    other worker programs for some contenders. If memory does not hold all processes at once, they run in heats, the baseline
     in each, and the finalists are compared once more at the first shape.
     """
     race = partial(
@@ -147,6 +148,7 @@ def _race(
     def tiled(shape: Shape) -> Batch:
         return tile_rows(rows, np.full(shape.batch, shape.sequence), contenders[0].signature.mask_id)
 
+    begin = time.perf_counter()
     with ExitStack() as stack:
         with step(progress, "start benchmark processes", total=len(contenders)):
             workers = []
@@ -158,9 +160,13 @@ def _race(
         timings: list[Timing] = []
         footprints: tuple[Footprint, ...] = ()
         start = _cpu_seconds(workers)
-        with step(progress, "benchmark", total=budget_s):
+        timing_s = max(_MIN_TIMING_SHARE * budget_s, budget_s - (time.perf_counter() - begin))
+        deadline = time.perf_counter() + timing_s
+        with step(progress, "benchmark", total=timing_s):
             for index, shape in enumerate(shapes):
-                share_s = budget_s * (1.0 if len(shapes) == 1 else 0.5 if index == 0 else 0.5 / (len(shapes) - 1))
+                # What one shape takes too long is taken from the others.
+                parts = 2 if index == 0 < len(shapes) - 1 else len(shapes) - index
+                share_s = max(0.0, deadline - time.perf_counter()) / parts
                 is_heat = index == 0 and finalists is not None
                 begin = time.perf_counter()
                 timed = _affordable(active, shape, tiled, share_s) if scales_with_rows else shape
@@ -180,13 +186,13 @@ def _race(
 def _affordable(
     workers: Sequence[BenchWorker], shape: Shape, tiled: Callable[[Shape], Batch], budget_s: float
 ) -> Shape:
-    """Return the shape, with fewer rows if the minimum number of runs would not fit into the budget."""
+    """Return the shape, with fewer rows if the rounds that an interval takes would not fit into the budget."""
     if shape.batch == 1:
         return shape
     row = Shape(1, shape.sequence)
     # The first run of a shape includes compilation.
     row_s = sum(worker.second_run_s(row, tiled(row)) for worker in workers)
-    rows = int(budget_s / (row_s * (_SEND_RUNS + _MIN_ROUNDS)))
+    rows = int(budget_s / (row_s * (_SEND_RUNS + INTERVAL_ROUNDS)))
     return Shape(min(shape.batch, max(1, rows)), shape.sequence)
 
 
@@ -209,8 +215,10 @@ def _time_shape(
     workers: list[BenchWorker], shape: Shape, batch: Batch, budget_s: float, progress: Progress, *, is_heat: bool
 ) -> list[Timing]:
     start = time.perf_counter()
+    # Short rounds where long ones would be too few for an interval.
+    contender_s = min(_CONTENDER_S, budget_s / (len(workers) * (_SEND_RUNS + INTERVAL_ROUNDS)))
     for worker in workers:
-        worker.send(shape, batch)
+        worker.send(shape, batch, contender_s)
     elapsed = time.perf_counter() - start
     progress.advance(elapsed, note=str(shape))
     samples: list[list[float]] = [[] for _ in workers]
@@ -285,15 +293,15 @@ class BenchWorker(Closing):
         self._send(shape, batch)
         return self._run(RoundRequest(str(shape), 0, 1))[0] / 1e3
 
-    def send(self, shape: Shape, batch: Batch) -> None:
-        """Send a batch, warm up on it, and determine how many runs make a round."""
+    def send(self, shape: Shape, batch: Batch, round_s: float = _CONTENDER_S) -> None:
+        """Send a batch, warm up on it, and determine how many runs make a round of this time."""
         run_s = self._send(shape, batch)
         # The first runs of a shape include compilation and graph capture: taken as typical, they would make rounds of
         # one cold run.
         while (next_s := self._run(RoundRequest(str(shape), 0, 1))[0] / 1e3) < run_s / 2:
             run_s = next_s
         run_s = min(run_s, next_s)
-        self._runs_per_round[str(shape)] = max(1, min(_MAX_RUNS_PER_ROUND, round(_CONTENDER_S / run_s)))
+        self._runs_per_round[str(shape)] = max(1, min(_MAX_RUNS_PER_ROUND, round(round_s / run_s)))
 
     def _send(self, shape: Shape, batch: Batch) -> float:
         """Send a batch and return the seconds of its first run."""

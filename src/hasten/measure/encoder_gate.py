@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,16 +92,22 @@ def verify(
     batch_sizes: Sequence[int] = (),
     *,
     stops_early: bool = False,
+    sample: Callable[[int], Agreement | None] = lambda _: None,
 ) -> Verdict:
     """Judge a variant once or, if its answers depend on the other rows of a batch, at each of these batch sizes.
 
     With batch sizes the rows run in their own order, as in a server, and the worst result counts: the lowest agreement
     and the largest drop, each at any size. The largest size comes first; with `stops_early`, the first at which the
-    variant fails is the last.
+    variant fails is the last. `sample` returns the agreement at a batch size that some of the rows already prove; all
+    rows always run at batch size 1, and at every size if they have labels.
     """
     results: list[_Measured] = []
     sizes: list[int | None] = [*sorted(batch_sizes, reverse=True)]
     for size in sizes or [None]:
+        sampled = sample(size) if size is not None and size > 1 and expected.metric is None else None
+        if sampled is not None:
+            results.append(_Measured(size, sampled))
+            continue
         results.append(_measure(predictor, variant, expected, progress, size))
         if stops_early and not _verdict(predictor, variant, expected, gate, results).passed:
             break
@@ -158,7 +164,7 @@ def _measure(
 def _at_batch(result: _Measured, expected: Expectation) -> AtBatch:
     agreement, metric, reference = result.agreement, result.metric, expected.metric
     drop = None if metric is None or reference is None else 100 * (reference.value - metric.value)
-    return AtBatch(result.size or 0, agreement.value, agreement.flips, drop)
+    return AtBatch(result.size or 0, agreement.value, agreement.flips, drop, agreement.rows)
 
 
 def judge(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +83,17 @@ EXAMPLE = Batch(
 
 
 def test_external_data_gives_the_same_answers(
-    tiny_classifier: Any, load_tiny: Any, make_graphs: Any, tmp_path: Path
+    tiny_classifier: Any, load_tiny: Any, make_graphs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """External weights are needed by models beyond 2 GiB."""
+    monkeypatch.setattr("hasten.onnx_graph._INLINE_BYTES", 1024)
     loaded = load_tiny(tiny_classifier("bert"))
     answers = []
     for external in (False, True):
         folder = tmp_path / f"external-{external}"
         folder.mkdir()
+        if external:
+            monkeypatch.setattr("hasten.onnx_graph.EXTERNAL_DATA_BYTES", 0)
         graphs = make_graphs(loaded, folder, external_data=external)
         for graph in graphs.values():
             assert graph.with_name("model.onnx.data").exists() == external
@@ -111,11 +113,9 @@ def test_external_data_gives_the_same_answers(
 def test_large_model_is_bundled_with_external_data(
     tiny_classifier: Any, quick_build: Any, monkeypatch: pytest.MonkeyPatch, corpus: tuple[str, ...]
 ) -> None:
-    from hasten.builder.export.encoder import export
-
     small = quick_build(tiny_classifier("bert"), variants=[ORT_FP32])
     monkeypatch.setattr("hasten.onnx_graph.EXTERNAL_DATA_BYTES", 0)
-    monkeypatch.setattr("hasten.builder.encoder_build.export", partial(export, external_data_bytes=0))
+    monkeypatch.setattr("hasten.onnx_graph._INLINE_BYTES", 1024)
     variants = [ORT_FP32, "onnxruntime-int8", "openvino-fp32"]
     large = quick_build(tiny_classifier("bert"), variants=variants, keep="all", min_agreement=0.0)
     large.check()
@@ -153,35 +153,36 @@ FAULTS: dict[str, tuple[Callable[[Any, Batch], Any], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_graph_is_detected(tiny_classifier: Any, load_tiny: Any, tmp_path: Path, fault: str) -> None:
-    from hasten.builder.check_export import check_graph
+    from hasten.builder.check_export import answer_awkward_batches, check_graph
 
     loaded = load_tiny(tiny_classifier("bert"))
     torch = BACKENDS.get("torch")
     artifact = torch.make(Source(loaded.signature, {}, loaded.module), Variant.parse("torch-fp32"), tmp_path)
     with torch.open(artifact, RunOptions(1)) as original:
-        assert "batched against single" in check_graph(original, original, EXAMPLE).shapes
+        batches = answer_awkward_batches(original, EXAMPLE)
+        assert "batched against single" in check_graph(original, batches)
         change, message = FAULTS[fault]
         with pytest.raises(HastenError, match=message):
-            check_graph(FaultySession(original, change), original, EXAMPLE)
+            check_graph(FaultySession(original, change), batches)
 
 
 @pytest.mark.parametrize(("budget_s", "longest", "unchecked"), [(0.0, 2048, "more than 2048"), (1e9, 3000, "")])
 def test_longest_text_is_checked_within_the_budget(
     tiny_model: Any, load_tiny: Any, tmp_path: Path, budget_s: float, longest: int, unchecked: str
 ) -> None:
-    from hasten.builder.check_export import check_graph
+    from hasten.builder.check_export import answer_awkward_batches, check_graph
 
     loaded = load_tiny(tiny_model("modernbert", "ForSequenceClassification", positions=3000, tokenizer_max_length=3000))
     torch = BACKENDS.get("torch")
     artifact = torch.make(Source(loaded.signature, {}, loaded.module), Variant.parse("torch-fp32"), tmp_path)
     with torch.open(artifact, RunOptions(1)) as original:
-        checked = check_graph(original, original, EXAMPLE, attention_heads=4, long_text_budget_s=budget_s)
-        assert f"1×{longest}" in checked.shapes
-        assert unchecked in checked.unchecked
-        assert bool(checked.unchecked) == bool(unchecked)
+        checks = answer_awkward_batches(original, EXAMPLE, attention_heads=4, long_text_budget_s=budget_s)
+        assert f"1×{longest}" in check_graph(original, checks)
+        assert unchecked in checks.unchecked
+        assert bool(checks.unchecked) == bool(unchecked)
         wrong = FaultySession(original, lambda logits, batch: logits + (batch.lengths.max() == longest))
         with pytest.raises(StageError, match=f"wrong at 1×{longest}"):
-            check_graph(wrong, original, EXAMPLE, attention_heads=4, long_text_budget_s=budget_s)
+            check_graph(wrong, checks)
 
 
 def test_wrong_tokenizer_is_detected(tiny_classifier: Any, load_tiny: Any, tmp_path: Path) -> None:

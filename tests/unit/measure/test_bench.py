@@ -36,7 +36,7 @@ def tiled(shape: Shape) -> Batch:
 
 
 @pytest.mark.parametrize(
-    ("budget_s", "rows"), [(1000.0, 32), (32 * 4 * 0.3, 32), (16 * 4 * 0.3, 16), (1.3, 1), (0.001, 1)]
+    ("budget_s", "rows"), [(1000.0, 32), (32 * 8 * 0.3, 32), (16 * 8 * 0.3, 16), (2.5, 1), (0.001, 1)]
 )
 def test_timed_batch_fits_into_the_budget(budget_s: float, rows: int) -> None:
     workers: list[Any] = [SlowWorker(0.1), SlowWorker(0.2)]

@@ -22,7 +22,12 @@ from hasten.quantize.recipe import Method, Recipe  # noqa: E402
 from hasten.quantize.rewrites.apply_rewrites import rewrite  # noqa: E402
 from hasten.quantize.rewrites.gelu import approximate_gelu  # noqa: E402
 from hasten.quantize.rewrites.smooth import smooth, smoothing_exponents  # noqa: E402
-from hasten.quantize.rewrites.smoothing_search import quantization_error, search_smoothing  # noqa: E402
+from hasten.quantize.rewrites.smoothing_search import (  # noqa: E402
+    activation_powers,
+    relative_error,
+    search_smoothing,
+    weight_powers,
+)
 from hasten.quantize.rewrites.split import OUTLIER_CHANNELS, find_splits, float_nodes, split  # noqa: E402
 from support.models.small_graphs import FUSED, WIDE, WIDTH, WORDS, Graph, gated, run  # noqa: E402
 
@@ -261,13 +266,25 @@ def test_smoothing_exponents_move_outliers_into_weights() -> None:
     assert max(smoothing_exponents(np.array([1.0, 1e30, 1.0]), np.ones(3), 1.0)) == 8
 
 
-def test_simulated_quantization_error_reflects_outliers() -> None:
+def simulated_error(values: np.ndarray, weight: np.ndarray, factors: np.ndarray) -> float:
+    divided, multiplied = values / factors, weight * factors[:, None]
+    scale = (max(0.0, divided.max()) - min(0.0, divided.min())) / 255
+    scales = np.abs(multiplied).max(axis=0) / 127
+    rounded = (np.rint(divided / scale) * scale) @ (np.rint(multiplied / scales) * scales)
+    exact = values @ weight
+    return float(np.square(rounded - exact).mean() / np.square(exact).mean())
+
+
+@pytest.mark.parametrize("outlier", [1.0, 100.0])
+@pytest.mark.parametrize("exponent", [0, 3, 6])
+def test_estimated_quantization_error_is_that_of_a_simulated_matmul(outlier: float, exponent: int) -> None:
     random = np.random.default_rng(4)
-    values, weight = random.normal(size=(64, 32)), random.normal(size=(32, 16))
-    values[:, 5] *= 100
-    weight[5] /= 100
-    smoothed = quantization_error(values, weight, [6 if channel == 5 else 0 for channel in range(32)])
-    assert 0 < smoothed < quantization_error(values, weight, [0] * 32) / 10
+    values, weight = random.normal(size=(256, 32)), random.normal(size=(32, 64))
+    values[:, 5] *= outlier
+    weight[5] /= outlier
+    factors = np.exp2([exponent if channel == 5 else 0 for channel in range(32)])
+    estimated = relative_error(*activation_powers(values, factors), weight_powers(weight, factors))
+    assert estimated == pytest.approx(simulated_error(values, weight, factors), rel=0.2)
 
 
 @pytest.mark.parametrize("opset", [17, 20])

@@ -12,7 +12,7 @@ from hasten.builder.sources.pytorch_model import LoadedModel
 from hasten.builder.sources.quiet import quiet_libraries
 from hasten.core.errors import StageError, missing_package
 from hasten.onnx_export import trace
-from hasten.onnx_graph import EXTERNAL_DATA_BYTES
+from hasten.onnx_graph import EXTERNAL_DATA_BYTES, write_graph
 
 if TYPE_CHECKING:
     from hasten.builder.sources.export_wrapper import Exportable
@@ -31,7 +31,7 @@ def export(
 ) -> None:
     """Trace the module on a ragged example. `check_graph` detects sizes that tracing has frozen."""
     try:
-        import onnx
+        import onnx  # noqa: F401
         import torch
     except ImportError as error:
         raise missing_package(error.name or "onnx", "exporting", "build") from error
@@ -64,8 +64,7 @@ def export(
         finally:
             module.has_additive_mask = False
     graph.ir_version = ir_version
-    is_large = size_bytes > external_data_bytes
-    onnx.save_model(graph, file, save_as_external_data=is_large, location=f"{file.name}.data")
+    write_graph(graph, file, external_data=size_bytes > external_data_bytes)
 
 
 def _takes_additive_mask(module: Exportable, feeds: Mapping[str, Any]) -> bool:

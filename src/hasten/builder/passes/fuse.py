@@ -12,12 +12,15 @@ from typing import Any
 
 from hasten.core.errors import StageError, missing_package
 from hasten.core.report import Unfused
-from hasten.onnx_graph import attribute, has_external_data
+from hasten.core.system.memory_limit import free_memory
+from hasten.onnx_graph import attribute, has_external_data, read_graph, write_graph
 
 # The only model type of ONNX Runtime's optimizer whose patterns match an encoder's attention. Where they do not
 # (relative positions, rotary embeddings, one matmul for query, key and value), those of other types do not either:
 # docs/reference/support.md lists the fused layers.
 _MODEL_TYPE = "bert"
+
+_DOMAIN = "com.microsoft"
 
 # Operators that remain if a fusion failed, and the pattern they belong to.
 _UNFUSED_OPERATORS = {"Softmax": "attention", "Erf": "GELU"}
@@ -85,12 +88,12 @@ def fuse(graph: Path, file: Path, config: Any, *, pads_left: bool = False) -> Fu
     options.use_raw_attention_mask(pads_left)
     # It mistakes a decoder's causal mask for a padding mask.
     options.enable_attention = not getattr(config, "is_encoder_decoder", False)
-    source = onnx.load(graph)
+    source = read_graph(graph, with_weights=False)
     options.enable_embed_layer_norm = not _has_shifted_positions(source.graph)
     _order_sums(source.graph)
     heads = int(getattr(config, "num_attention_heads", 0))
     try:
-        with _quiet_optimizer():
+        with _quiet_optimizer(), _weights_from(graph.parent):
             model = optimizer.optimize_model(
                 source,
                 model_type=_MODEL_TYPE,
@@ -101,11 +104,19 @@ def fuse(graph: Path, file: Path, config: Any, *, pads_left: bool = False) -> Fu
                 opt_level=0,
             )
         counts = {name: count for name, count in model.get_fused_operator_statistics().items() if count}
-        model.save_model_to_file(str(file), use_external_data_format=has_external_data(graph))
+        model.topological_sort()
+        if all(entry.domain != _DOMAIN for entry in model.model.opset_import):
+            model.model.opset_import.add(domain=_DOMAIN, version=1)
+        onnx.load_external_data_for_model(model.model, str(graph.parent))
+        write_graph(model.model, file, external_data=has_external_data(graph))
     except Exception as error:
         raise StageError(f"ONNX Runtime's optimizer failed on {config.model_type}: {error}") from error
     layers = int(getattr(config, "num_hidden_layers", 0))
-    return Fusions(counts, layers, unfused(model.model.graph.node, config.model_type))
+    fusions = Fusions(counts, layers, unfused(model.model.graph.node, config.model_type))
+    # The optimizer's objects refer to each other, and the weights would stay in memory until the next collection.
+    del model, source
+    free_memory()
+    return fusions
 
 
 def unfused(nodes: Iterable[Any], model_type: str) -> tuple[Unfused, ...]:
@@ -140,6 +151,24 @@ def _order_sums(graph: Any) -> None:
     for node in graph.node:
         if node.op_type == "Add" and sums.issuperset(node.input) and order[node.input[0]] < order[node.input[1]]:
             node.input[:] = [node.input[1], node.input[0]]
+
+
+@contextmanager
+def _weights_from(folder: Path) -> Iterator[None]:
+    """Let the optimizer read weights one by one from an external file: it makes ten copies of those in the graph."""
+    from onnx import TensorProto, numpy_helper
+
+    original = numpy_helper.to_array
+
+    def to_array(tensor: Any, base_dir: str = "") -> Any:
+        # The optimizer does not pass a folder, and no other caller has weights in the working directory.
+        return original(tensor, base_dir or (str(folder) if tensor.data_location == TensorProto.EXTERNAL else ""))
+
+    numpy_helper.to_array = to_array
+    try:
+        yield
+    finally:
+        numpy_helper.to_array = original
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from hasten.builder.passes.fuse import fuse
 from hasten.builder.passes.prune import prune
 from hasten.builder.passes.split_norms import split_norms
 from hasten.core.report import Pass, Unfused
-from hasten.onnx_graph import operators
+from hasten.onnx_graph import merge_weights, operators
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,8 @@ def apply_passes(
     count = split_norms(pruned, fused)
     notes = [f"{count} norms split from the preceding addition"] if count else []
     passes.append(record_pass("split norms", pruned, fused, variants=ort, notes=notes))
+    for file in (pruned, fused):
+        merge_weights(file)
     return Graphs(plain, fused, pruned, tuple(passes))
 
 
@@ -75,6 +77,8 @@ def apply_plain(
     passes = [record_pass("fold", exported, folded, variants=[*variants, *others], notes=notes)]
     pruning = prune(folded, plain)
     passes.append(record_pass("prune", folded, plain, variants=variants, notes=pruning.notes()))
+    # Passes read graphs without their weights, and runtimes read one file.
+    merge_weights(plain)
     return folded, plain, passes
 
 

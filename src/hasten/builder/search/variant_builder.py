@@ -1,9 +1,8 @@
-"""Make one variant at a time from the graph it needs, screen it on a few rows, and judge it on all."""
+"""Make one variant at a time from the graph it needs, and judge it."""
 
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,21 +10,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from hasten.backends import (
     BACKENDS,
     MODEL,
     Artifact,
     Dialect,
     RunOptions,
-    Session,
     Source,
     SupportsQuantization,
     dialect_of,
 )
 from hasten.builder.passes.pipeline import apply_passes, apply_plain, record_pass
 from hasten.builder.search.candidates import check_not_quantized_twice
+from hasten.builder.search.screener import Screener
 from hasten.builder.search.search import FloatCounts, ScreenedVariant, SearchTrial
 from hasten.builder.search.select import variant_entry
 from hasten.builder.sources.onnx_model import LoadedGraph
@@ -37,12 +34,11 @@ from hasten.core.progress import Progress, SilentProgress
 from hasten.core.report import Pass, Verdict
 from hasten.core.system.cpu_targets import CpuTarget, required_features, target_of
 from hasten.core.system.hardware import this_machine
-from hasten.core.tensors import Batch, tile_rows
+from hasten.core.system.memory_limit import free_memory
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.core.variant import Precision, Variant
 from hasten.measure.encoder_gate import Expectation, expect, verify
 from hasten.measure.non_finite import with_non_finite_hint
-from hasten.measure.screening import Screening
 from hasten.onnx_graph import graph_bytes, is_large
 from hasten.predictor import Predictor
 from hasten.quantize.analysis.calibration import Calibration
@@ -70,10 +66,6 @@ LoadedSource: TypeAlias = LoadedModel | LoadedGraph
 # Enough to tell which matmul costs most accuracy, and few enough to run the model once per matmul: fewer for graphs
 # larger than this.
 _MAX_SENSITIVITY_ROWS, _MIN_SENSITIVITY_ROWS, _SENSITIVITY_BYTES = 32, 8, 2**27
-# A variant is timed briefly when it is screened: in up to five pairs of runs, and in two if they take this long.
-_MIN_PAIRS, _MAX_PAIRS, _PAIRS_S = 2, 5, 1.5
-# Time for the threads of the other session to stop spinning.
-_SETTLE_S = 0.01
 
 
 @dataclass
@@ -97,16 +89,14 @@ class VariantBuilder:
     passes: list[Pass] = field(default_factory=list)
     recipes: dict[Variant, Recipe] = field(default_factory=dict)
     _sensitive: dict[Variant, Sequence[str]] = field(default_factory=dict)
-    # The session of the first variant, which the others are timed with.
-    _first: Session | None = None
 
     def screen(self, variant: Variant) -> ScreenedVariant:
         """Make a variant, time it briefly at the optimal shape, and reject it if a few rows show that it is wrong."""
         with self._cleaning_up(variant):
             artifact = self.make(variant)
             with self._open_checked(artifact) as predictor:
-                relative_time = self._relative_time(predictor.session, artifact)
-                rejection = self._screening.reject(predictor, variant.name)
+                relative_time = self._screener.relative_time(predictor.session, artifact)
+                rejection = self._screener.reject(predictor, variant.name)
             if rejection is not None:
                 rejection = self._with_hint(rejection, artifact)
                 self.discard(artifact)
@@ -125,6 +115,7 @@ class VariantBuilder:
                     self.progress,
                     batch_sizes=self.judged_batches(variant),
                     stops_early=True,
+                    sample=self._screener.sample(predictor),
                 )
             verdict = self._with_hint(verdict, artifact)
             if not verdict.passed:
@@ -157,41 +148,22 @@ class VariantBuilder:
             raise StageError(f"{artifact.variant} computes in {precision} on this machine")
         return predictor
 
-    def _relative_time(self, session: Session, artifact: Artifact) -> float:
-        """Return the time of a variant relative to that of the first one, in alternating runs at the optimal shape."""
-        if self._first is None:
-            self._first = BACKENDS.get(artifact.variant.backend).open(artifact, RunOptions(self.plan.threads))
-            return 1.0
-        shape, signature = self.plan.shapes.optimal, self.loaded.signature
-        lengths = np.full(shape.batch, min(shape.sequence, signature.max_length))
-        batch = tile_rows(self.expected.encoded.batch, lengths, signature.mask_id)
-        sessions = (session, self._first)
-        for each in sessions:
-            each.run(batch)
-        ratios: list[float] = []
-        begin = time.perf_counter()
-        while len(ratios) < _MIN_PAIRS or (len(ratios) < _MAX_PAIRS and time.perf_counter() - begin < _PAIRS_S):
-            seconds, first_s = (_run_s(each, batch) for each in sessions)
-            ratios.append(seconds / first_s)
-        return float(np.median(ratios))
-
     def _with_hint(self, verdict: Verdict, artifact: Artifact) -> Verdict:
         batch = self.expected.encoded.batch
         return with_non_finite_hint(verdict, artifact, batch, RunOptions(self.plan.threads))
 
     @cached_property
-    def _screening(self) -> Screening:
-        return Screening(self.evaluation_rows, self.expected, self.plan.gate)
+    def _screener(self) -> Screener:
+        return Screener(self.plan, self.loaded.signature, self.evaluation_rows, self.expected)
 
     def close(self) -> None:
         """Free the memory that is needed only while variants are screened."""
-        if self._first is not None:
-            self._first.close()
-            self._first = None
+        self._screener.close()
         vars(self).pop("_recipes", None)
 
     def discard(self, artifact: Artifact) -> None:
         """Remove the files of a variant that was made here."""
+        self._screener.hold(artifact)
         shutil.rmtree(artifact.directory)
 
     def make(self, variant: Variant) -> Artifact:
@@ -303,6 +275,7 @@ class VariantBuilder:
             quantized = self._new_graph_folder(variant) / ("model.xml" if is_openvino else graph.name)
             rows = self._calibration if recipe.method is Method.NNCF else None
             make_graph(graph, quantized, recipe, rows, external_data=is_large(graph))
+            free_memory()  # quantizers leave several copies of the weights to the garbage collector
             if not is_openvino:
                 self._record("quantize", variant, graph, quantized)
             graph = quantized
@@ -408,10 +381,3 @@ class VariantBuilder:
     def _open(self, artifact: Artifact) -> Predictor:
         session = BACKENDS.get(artifact.variant.backend).open(artifact, RunOptions(self.plan.threads))
         return Predictor(self.loaded.task, self.tokenizer, session)
-
-
-def _run_s(session: Session, batch: Batch) -> float:
-    time.sleep(_SETTLE_S)
-    begin = time.perf_counter()
-    session.run(batch)
-    return time.perf_counter() - begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 import threading
 import time
@@ -190,6 +191,12 @@ class MemoryLimit:
 def megabytes(size: int) -> str:
     """Return a size as text."""
     return f"{size / 2**20:.0f} MB"
+
+
+def free_memory() -> None:
+    """Collect objects that refer to each other, and return freed memory to the system."""
+    gc.collect()
+    trim_heap()
 
 
 def trim_heap() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ _MIN_ERROR_REDUCTION = 0.5
 # Errors are estimated on these many rows, and at most these many tokens of a batch: one percent shows in far fewer.
 _ROWS = 64
 _TOKENS = 256
+# The variance of a rounding error is the squared step divided by this.
+_UNIFORM_VARIANCE = 12
 
 
 def search_smoothing(
@@ -42,21 +45,33 @@ def search_smoothing(
 def find_smoothing(
     model: Any, folder: Path, maxima: Mapping[str, FloatArray], calibration: Calibration
 ) -> dict[str, list[int]]:
-    """Return exponents for those matmuls whose error in simulated quantization they clearly reduce.
+    """Return exponents for those matmuls whose estimated quantization error they clearly reduce.
 
     Matmuls that read the same tensor share exponents, so that it is divided once.
     """
     index = GraphIndex(model)
     groups = _group([matmul for matmul in find_matmuls(model) if matmul.name in maxima])
     candidates = [_candidates(group, maxima, index) for group in groups]
+    tried = [
+        [_factors([0] * group[0].inputs), *map(_factors, each)] for group, each in zip(groups, candidates, strict=True)
+    ]
     errors = np.zeros((len(groups), 1 + len(_ALPHAS)))
+    # Computed once: calibration brings several batches of values.
+    powers = {
+        matmul.name: [weight_powers(_weight(matmul, index), factors) for factors in factors_of_group]
+        for group, factors_of_group in zip(groups, tried, strict=True)
+        for matmul in group
+    }
     inputs = sorted({matmul.input for group in groups for matmul in group})
     for values in stream(model, folder, inputs, calibration):
         for number, group in enumerate(groups):
-            for matmul in group:
-                activations = values[matmul.input].reshape(-1, matmul.inputs)
-                exponents = [[0] * matmul.inputs, *candidates[number]]
-                errors[number] += [quantization_error(activations, _weight(matmul, index), each) for each in exponents]
+            # The matmuls of a group read few different tensors.
+            for name in dict.fromkeys(matmul.input for matmul in group):
+                activations = values[name].reshape(-1, group[0].inputs)
+                readers = [powers[matmul.name] for matmul in group if matmul.input == name]
+                for choice, factors in enumerate(tried[number]):
+                    value_powers, noise = activation_powers(activations, factors)
+                    errors[number, choice] += sum(relative_error(value_powers, noise, each[choice]) for each in readers)
     chosen: dict[str, list[int]] = {}
     for number, group in enumerate(groups):
         best = int(errors[number].argmin())
@@ -65,22 +80,47 @@ def find_smoothing(
     return chosen
 
 
-def quantization_error(values: FloatArray, weight: FloatArray, exponents: Sequence[int]) -> float:
-    """Return the mean squared error of a dynamically quantized int8 matmul, relative to its exact output.
+@dataclass(frozen=True, slots=True)
+class WeightPowers:
+    """The mean square of the weights of each input channel, and the mean square of their rounding errors."""
 
-    All values share one range; each column of weights has its own.
+    channels: FloatArray
+    noise: float
+
+
+def weight_powers(weight: FloatArray, factors: FloatArray) -> WeightPowers:
+    """Return the powers of weights multiplied by these factors; each output channel has its own int8 scale."""
+    multiplied = weight * factors[:, None]
+    scales = np.maximum(multiplied.max(axis=0), -multiplied.min(axis=0)) / 127
+    channels = np.einsum("ij,ij->i", multiplied, multiplied) / multiplied.shape[1]
+    return WeightPowers(channels, float(np.square(scales).mean()) / _UNIFORM_VARIANCE)
+
+
+def activation_powers(values: FloatArray, factors: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return the mean square of each channel divided by its factor, and that of its rounding error in int8.
+
+    All values share one range.
     """
-    factors = np.ldexp(np.float32(1), np.array(exponents)).astype(np.float32)
-    divided, multiplied = values / factors, weight * factors[:, None]
-    low, high = min(0.0, float(divided.min())), max(0.0, float(divided.max()))
+    low = min(0.0, float((values.min(axis=0) / factors).min()))
+    high = max(0.0, float((values.max(axis=0) / factors).max()))
     scale = (high - low) / 255 or 1.0
-    sample = slice(None, None, -(-len(values) // _TOKENS))
-    rounded = np.rint(divided[sample] / scale) * scale
-    weight_scales = np.abs(multiplied).max(axis=0) / 127
-    weight_scales[weight_scales == 0] = 1
-    exact = values[sample] @ weight
-    error = rounded @ (np.rint(multiplied / weight_scales) * weight_scales) - exact
-    return float(np.square(error).mean() / max(float(np.square(exact).mean()), np.finfo(np.float32).tiny))
+    divided = values[:: -(-len(values) // _TOKENS)] / factors
+    errors = divided - np.rint(divided / scale) * scale
+    return np.square(divided).mean(axis=0), np.square(errors).mean(axis=0)
+
+
+def relative_error(value_powers: FloatArray, value_noise: FloatArray, weight: WeightPowers) -> float:
+    """Return the mean squared error of a dynamically quantized int8 matmul, relative to its output.
+
+    Rounding errors of different channels are taken as independent, so that no matmul has to be computed: on MiniLM
+    this chooses what simulated matmuls chose, in a tenth of the time.
+    """
+    error = float(value_noise @ weight.channels + value_powers.sum() * weight.noise)
+    return error / max(float(value_powers @ weight.channels), float(np.finfo(np.float32).tiny))
+
+
+def _factors(exponents: Sequence[int]) -> FloatArray:
+    return np.ldexp(np.float32(1), np.array(exponents)).astype(np.float32)
 
 
 def _candidates(group: Sequence[MatMul], maxima: Mapping[str, FloatArray], index: GraphIndex) -> list[list[int]]:
