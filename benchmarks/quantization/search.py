@@ -29,6 +29,8 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+from search_models import make_families, make_real
+
 from alternating_rounds import time_alternating
 from hasten.backends import Artifact
 from hasten.builder.sources.locate import find_model
@@ -40,7 +42,6 @@ from hasten.measure.bench import BUSY_SHARE
 from hasten.metrics.statistics import median_ratio
 from hasten.tasks import TASKS
 from provenance import provenance
-from search_models import make_families, make_real
 from stock_runtimes import export_stock, register
 
 RESULTS = Path(__file__).parents[1] / "results" / "search.json"

@@ -73,8 +73,8 @@ def bench(
     ones stop early at the first shape. `rows` are real token rows, tiled to each shape. The budget covers the start of
     the processes, up to half of it. A shape that does not fit into it is timed with fewer rows and extrapolated if
     times scale with the rows (`scales_with_rows`), and otherwise gets the minimum number of rounds. `commands` start
-    other worker programs for some contenders. If memory does not hold all processes at once, they run in heats, the baseline
-    in each, and the finalists are compared once more at the first shape.
+    other worker programs for some contenders. If memory does not hold all processes at once, they run in heats, the
+    baseline in each, and the finalists are compared once more at the first shape.
     """
     race = partial(
         _race,
