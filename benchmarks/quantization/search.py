@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def run_studies(args: argparse.Namespace) -> None:
-    """Study each model; write the result file after each."""
+    """Build and time each model; write the result file after each."""
     rows: dict[str, Any] = {}
     if args.append and args.output.exists():
         rows = msgspec.json.decode(args.output.read_bytes())["models"]

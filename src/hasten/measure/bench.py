@@ -215,8 +215,8 @@ def _time_shape(
     workers: list[BenchWorker], shape: Shape, batch: Batch, budget_s: float, progress: Progress, *, is_heat: bool
 ) -> list[Timing]:
     start = time.perf_counter()
-    # Short rounds where long ones would be too few for an interval.
-    contender_s = min(_CONTENDER_S, budget_s / (len(workers) * (_SEND_RUNS + INTERVAL_ROUNDS)))
+    # Short rounds where long ones would be too few for an interval; warm-up takes about as long as the timed runs.
+    contender_s = min(_CONTENDER_S, budget_s / (len(workers) * 2 * (_SEND_RUNS + INTERVAL_ROUNDS)))
     for worker in workers:
         worker.send(shape, batch, contender_s)
     elapsed = time.perf_counter() - start

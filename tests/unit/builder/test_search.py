@@ -113,6 +113,34 @@ def test_all_variants_are_tried_and_judged_if_all_are_stored() -> None:
     assert set(passed(run)) == {FP32, OPENVINO, ATTENTION, REFINED}
 
 
+def test_variant_that_quantizes_more_than_a_rejected_one_is_not_tried() -> None:
+    plain = Variant.parse("onnxruntime-int8")
+    builder = FakeBuilder(passes_screening=lambda variant: variant != plain)
+    run = search(builder)
+    run.try_automatic([FP32, plain], [ATTENTION, REFINED])
+    assert builder.screened == [FP32, plain, REFINED]
+    assert {each.variant: each.reason for each in run.others}[
+        ATTENTION.name
+    ] == f"not tried: {plain} is inaccurate already"
+
+
+def test_variant_that_would_exceed_the_budget_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("hasten.builder.search.search.time.monotonic", lambda: clock[0])
+    builder = FakeBuilder()
+    screen = builder.screen
+
+    def take_ten_seconds(variant: Variant) -> ScreenedVariant:
+        clock[0] += 10.0
+        return screen(variant)
+
+    monkeypatch.setattr(builder, "screen", take_ten_seconds)
+    run = search(builder, budget_s=35.0)
+    run.try_automatic([FP32, OPENVINO], [ATTENTION, OPENVINO_INT8])
+    assert builder.screened == [FP32, OPENVINO, ATTENTION]
+    assert clock[0] <= 1.1 * 35.0
+
+
 def test_variant_that_cannot_be_faster_is_not_tried() -> None:
     builder = FakeBuilder(times={FP32: 1.0, ATTENTION: 0.8, OPENVINO: 0.4})
     run = search(builder)

@@ -10,6 +10,7 @@ import pytest
 
 from hasten.core.plan import Gate
 from hasten.core.progress import SilentProgress
+from hasten.core.report import Agreement
 from hasten.core.variant import Precision
 from hasten.measure.encoder_gate import expect
 from hasten.measure.screening import Screening
@@ -110,3 +111,44 @@ def test_variant_of_a_quantized_reference_is_judged_in_its_precision(
     expected = replace(expect(make_predictor(classifier), ROWS, SilentProgress()), precision=Precision.INT8)
     rounded = make_predictor(classifier, lambda row: [score * 1.01 for score in expected_answer(row)])
     assert Screening(ROWS, expected, Gate()).reject(rounded, "graph-fp32") is None
+
+
+def embedding_agreements(screening: Screening, values: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    agreements = [Agreement("mean cosine", value, 32, 0.01, 0.01, 1.0) for value in values]
+    monkeypatch.setattr(screening, "_agreements", lambda _: iter(agreements))
+    monkeypatch.setattr(screening, "_blocks", [None] * len(values))
+
+
+@pytest.mark.parametrize(
+    ("values", "is_clear"),
+    [
+        ([0.9996, 0.9997, 0.9995, 0.9996] * 3, True),
+        ([0.9992, 0.9989, 0.9991, 0.9990] * 3, False),  # near the bound: all rows decide
+        ([0.99, 0.991, 0.989, 0.99] * 3, False),
+    ],
+)
+def test_batch_size_is_judged_on_some_rows_if_these_are_clearly_above_the_bound(
+    make_predictor: MakePredictor,
+    classifier: TaskSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    values: Sequence[float],
+    is_clear: bool,
+) -> None:
+    tested = screening(make_predictor, classifier, Gate(min_agreement=0.999))
+    embedding_agreements(tested, values, monkeypatch)
+    agreement = tested.clear_agreement(make_predictor(classifier, precision="int8"))
+    assert (agreement is not None) == is_clear
+    assert agreement is None or agreement.rows == 4 * 32
+
+
+def test_batch_size_is_judged_on_all_rows_if_labels_can_flip(
+    make_predictor: MakePredictor, classifier: TaskSpec, expected_answer: Answer
+) -> None:
+    right = make_predictor(classifier, expected_answer, "int8")
+    assert screening(make_predictor, classifier, Gate()).clear_agreement(right) is None
+
+
+def test_fp32_variant_is_screened_on_eight_rows(make_predictor: MakePredictor, classifier: TaskSpec) -> None:
+    right = make_predictor(classifier)
+    assert screening(make_predictor, classifier, Gate()).reject(right, "x-fp32") is None
+    assert sum(len(batch) for batch in right.session.batches) == 8  # type: ignore[attr-defined]

@@ -20,6 +20,8 @@ def open_in_memory(model: Any, folder: Path, *, is_optimized: bool = False) -> A
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = usable_cores()
     options.log_severity_level = 3
+    # The arena would keep the memory of the largest batch for as long as the session.
+    options.enable_cpu_mem_arena = False
     if not is_optimized:
         # A tensor that is an output must not be fused away.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
