@@ -93,10 +93,12 @@ class BuiltModel:
 
 
 def main() -> None:
-    """Test the architectures; write the result file if all were tested."""
+    """Test the architectures; write the result file if all were tested, or replace the rows of some in it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", help="default: all of tests/support/models/tiny_encoders.py")
-    names = parser.parse_args().architectures
+    parser.add_argument("--replace", action="store_true", help="replace the rows of these architectures in the file")
+    args = parser.parse_args()
+    names = args.architectures
     variants = automatic_variants()
     tasks: dict[str, dict[str, Entry]] = {name: {} for name in TASKS.names()}
     for architecture, entries in study_all(names or list(tiny_encoders.ARCHITECTURES), variants):
@@ -104,6 +106,13 @@ def main() -> None:
             tasks[task][architecture] = entry
             failed = {reason for reason in entry.results.values() if reason != YES}
             print(f"{architecture:22}{task:26}{'; '.join(failed) or YES}", flush=True)
+    if names and args.replace:
+        results = msgspec.json.decode(FILE.read_bytes())
+        for task, entries in tasks.items():
+            results["tasks"][task] |= entries
+        replaced = {"architectures": names, "variants": [variant.name for variant in variants], **provenance()}
+        results["replaced"] = [*results.get("replaced", []), replaced]
+        FILE.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
     if names:
         return
     results = {

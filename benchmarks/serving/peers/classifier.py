@@ -18,7 +18,9 @@ class Classifier:
 
     def __init__(self, model: str, graph: str, options: Options) -> None:
         config = json.loads(Path(model, "config.json").read_text())
-        self.labels = [config["id2label"][str(index)] for index in range(len(config["id2label"]))]
+        # transformers leaves out the names of two labels if they are its own.
+        names = config.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})
+        self.labels = [names[str(index)] for index in range(len(names))]
         self.tokenizer = tokenizers.Tokenizer.from_file(str(Path(model, "tokenizer.json")))
         self.tokenizer.enable_truncation(min(512, config["max_position_embeddings"]))
         self.tokenizer.no_padding()

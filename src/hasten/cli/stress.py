@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hasten.stress.sweep import Sweep
 
 _BAR_WIDTH, _DRAWING_WIDTH = 60, 120
-_MAX_RATE = 1e6
+_MAX_RATE, _MAX_CLIENTS = 1e6, 10_000
 # Beyond this share of late requests the client, not the server, is measured.
 _MAX_LATE_SHARE = 0.01
 
@@ -32,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "url", help="address of the server, as http://127.0.0.1:8000, with an optional path (default: /predict)"
     )
     parser.add_argument("--rate", type=float, default=50.0, metavar="N", help="requests per second (default: 50)")
+    parser.add_argument(
+        "--clients",
+        type=int,
+        metavar="N",
+        help="run N clients that each wait for an answer before the next request, instead of a fixed --rate",
+    )
     parser.add_argument("--duration", default="10s", metavar="TIME", help="duration of a run (default: 10s)")
     parser.add_argument(
         "--data", metavar="FILE", help="file of rows to send: jsonl, csv, parquet, … (default: a built-in sample)"
@@ -57,11 +63,15 @@ def main(args: argparse.Namespace) -> int:
     from hasten.measure.data import read_data, sample_texts
     from hasten.stress.bodies import body
     from hasten.stress.client import StressTarget
-    from hasten.stress.load import load
+    from hasten.stress.load import closed_loop, load
     from hasten.stress.sweep import sweep
 
     if not 0 < args.rate <= _MAX_RATE:
         raise PlanError(f"--rate must be more than 0 and at most {_MAX_RATE:.0f}")
+    if args.clients is not None and not 0 < args.clients <= _MAX_CLIENTS:
+        raise PlanError(f"--clients must be between 1 and {_MAX_CLIENTS}")
+    if args.clients is not None and args.sweep:
+        raise PlanError("--sweep searches for a rate, and --clients has none", hint="leave one of them out")
     if args.columns is not None and args.data is None:
         raise PlanError("--columns needs a file of rows", hint="add --data FILE")
     if args.plot is not None and not args.plot.absolute().parent.is_dir():
@@ -89,8 +99,13 @@ def main(args: argparse.Namespace) -> int:
             progress.advance(now - shown, note)
             shown = now
 
-        progress.start(f"{rate:.0f} requests/s", seconds)
-        run = await load(target, requests, rate, seconds, timeout_s=timeout_s, seed=args.seed, on_progress=show)
+        options: Any = {"timeout_s": timeout_s, "seed": args.seed, "on_progress": show}
+        if args.clients is not None:
+            progress.start(f"{args.clients} clients", seconds)
+            run = await closed_loop(target, requests, args.clients, seconds, **options)
+        else:
+            progress.start(f"{rate:.0f} requests/s", seconds)
+            run = await load(target, requests, rate, seconds, **options)
         progress.finish(f"p99 {run.p99_ms:.1f} ms, {run.errors} errors", ok=run.errors == 0)
         return run
 
@@ -154,6 +169,8 @@ def _print(out: Console, result: LoadResult | Sweep) -> None:
     _plot(out, shown)
     if shown.late > _MAX_LATE_SHARE:
         out.print(f"[yellow]{shown.late:.0%} of the requests were sent late: this client is the bottleneck[/]")
+    if shown.fairness is not None:
+        out.print(f"fairness {shown.fairness:.2f}: answers of the slowest client over those of the median client")
     if isinstance(result, Sweep):
         rate = f"{result.best.rate:.0f} requests/s meet" if result.best else "no rate that was tried meets"
         out.print(f"{rate} p99 ≤ {result.objective_ms:g} ms")

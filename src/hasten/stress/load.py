@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -60,6 +60,8 @@ class LoadResult:
     # The share of requests that this process sent late.
     late: float
     histogram: tuple[Bar, ...]
+    # With a fixed number of clients: the answers of the slowest client over those of the median client.
+    fairness: float | None = None
 
     @property
     def p50_ms(self) -> float:
@@ -149,6 +151,66 @@ async def load(
     counted_from = np.minimum(sent, due + _TIMER_S)
     late = float((sent - due > _LATE_S).mean())
     return _result(rate, seconds, float(ended.max()), (ended - counted_from) * 1e3, status, clients.opened, late)
+
+
+async def closed_loop(
+    target: StressTarget,
+    requests: Sequence[bytes],
+    count: int,
+    seconds: float,
+    *,
+    timeout_s: float = 30.0,
+    seed: int = 0,
+    on_progress: Callable[[LoadStatus], None] = lambda _: None,
+) -> LoadResult:
+    """Run clients that each send a random request once their last was answered.
+
+    The rate follows from the latency, which a stall therefore hides: compare servers by throughput and fairness.
+    """
+    pools = [ClientPool(target, timeout_s) for _ in range(count)]
+    random = np.random.default_rng(seed)
+    times: list[float] = []
+    statuses: list[int] = []
+    answered = [0] * count
+    running, is_over = count, asyncio.Event()
+    begin = time.perf_counter()
+
+    def send(client: int) -> None:
+        nonlocal running
+        if time.perf_counter() - begin < seconds:
+            pools[client].ask(
+                requests[int(random.integers(len(requests)))], partial(on_answer, client, time.perf_counter())
+            )
+            return
+        running -= 1
+        if not running:
+            is_over.set()
+
+    def on_answer(client: int, sent: float, code: int) -> None:
+        times.append(time.perf_counter() - sent)
+        statuses.append(code)
+        answered[client] += code == _OK
+        # Later, so that a client whose connections fail at once does not recurse.
+        asyncio.get_running_loop().call_soon(send, client)
+
+    async def report() -> None:
+        while True:
+            done = sum(answered)
+            on_progress(LoadStatus(time.perf_counter() - begin, done, running, len(statuses) - done))
+            await asyncio.sleep(_PROGRESS_INTERVAL_S)
+
+    reporting = asyncio.ensure_future(report())
+    for client in range(count):
+        send(client)
+    await is_over.wait()
+    reporting.cancel()
+    elapsed_s = time.perf_counter() - begin
+    for pool in pools:
+        await pool.close()
+    connections = sum(pool.opened for pool in pools)
+    milliseconds = np.array(times) * 1e3
+    result = _result(len(times) / elapsed_s, seconds, elapsed_s, milliseconds, np.array(statuses), connections, 0.0)
+    return replace(result, fairness=min(answered) / max(1.0, float(np.median(answered))))
 
 
 def _result(

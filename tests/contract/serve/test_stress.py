@@ -21,7 +21,7 @@ import pytest
 
 from hasten.cli import main
 from hasten.stress.client import BROKEN, SILENT, StressTarget
-from hasten.stress.load import LoadResult, load
+from hasten.stress.load import LoadResult, closed_loop, load
 from support.server_process import Server
 
 pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
@@ -105,6 +105,26 @@ def test_stall_counts_for_all_requests_due_in_it() -> None:
     assert run.percentiles_ms["p90"] > 700
     assert run.p99_ms > 900
     assert run.connections > 100
+
+
+def test_fairness_shows_a_client_that_is_starved() -> None:
+    """The first connection is answered every 200 ms, the others at once."""
+    first: list[object] = []
+
+    async def answer(*_: object) -> int:
+        connection = asyncio.current_task()
+        first.append(first[0] if first else connection)
+        if connection is first[0]:
+            await asyncio.sleep(0.2)
+        return 200
+
+    with scripted(answer) as port:
+        target = StressTarget.parse(f"127.0.0.1:{port}", "/predict", {})
+        result = asyncio.run(closed_loop(target, [target.request(b"{}")], 4, 1.0))
+    assert (result.statuses, result.connections, result.errors) == ({200: result.sent}, 4, 0)
+    assert result.fairness is not None
+    assert 0 < result.fairness < 0.5
+    assert result.max_ms >= 200 > result.p50_ms
 
 
 def test_errors_are_counted_by_kind() -> None:
@@ -236,6 +256,8 @@ def test_stress_over_tls_verifies_the_certificate(
         (["http://no-such-host.invalid"], 7, "does not answer"),
         (["127.0.0.1:{open}", "--rate", "0"], 2, "--rate must be more than 0"),
         (["127.0.0.1:{open}", "--rate", "nan"], 2, "--rate must be more than 0"),
+        (["127.0.0.1:{open}", "--clients", "0"], 2, "--clients must be between 1 and"),
+        (["127.0.0.1:{open}", "--clients", "2", "--sweep"], 2, "--sweep searches for a rate"),
         (["127.0.0.1:{open}", "--duration", "soon"], 2, "is not a duration"),
         (["127.0.0.1:{open}", "--data", "/nowhere.jsonl"], 2, "/nowhere.jsonl"),
         (["127.0.0.1:{open}", "--columns", "text=sentence"], 2, "--columns needs a file"),

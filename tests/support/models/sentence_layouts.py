@@ -48,7 +48,7 @@ def save(name: str, folder: Path) -> Path:
     from sentence_transformers.base.modules import Transformer
 
     architecture, make_modules, prompts = EMBEDDERS[name]
-    tiny_encoders.save(architecture, tiny_encoders.ARCHITECTURES[architecture].base, folder / "transformer")
+    tiny_encoders.save(architecture, tiny_encoders.EMBEDDING_ARCHITECTURES[architecture].base, folder / "transformer")
     torch.manual_seed(11)
     modules = [Transformer(str(folder / "transformer")), *make_modules()]
     saved = folder / name

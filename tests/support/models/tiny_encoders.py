@@ -231,6 +231,10 @@ ARCHITECTURES = {
         | {f"{side}_ffn_dim": 2 * WIDTH for side in ("encoder", "decoder")},
         without=tuple(_SIZES),
     ),
+    "canine": Architecture("Canine", Vocabulary("CanineTokenizer", characters), {"num_hash_buckets": 64}),
+}
+# Embedders and classifiers that the support table does not cover: its study compares int8 too, on a CPU with VNNI.
+EMBEDDING_ARCHITECTURES = {
     "t5": Architecture("T5", T5, {**_T5, "decoder_start_token_id": 0}, tuple(_SIZES), "EncoderModel"),
     "umt5": Architecture("UMT5", T5, {**_T5, "decoder_start_token_id": 0}, tuple(_SIZES), "EncoderModel"),
     # Decoders that serve as embedders and classifiers.
@@ -244,7 +248,6 @@ ARCHITECTURES = {
         {**_GROUPED, "use_bidirectional_attention": True, "sliding_window": 8, "query_pre_attn_scalar": 8}
         | {"layer_types": ["sliding_attention", "full_attention"]},
     ),
-    "canine": Architecture("Canine", Vocabulary("CanineTokenizer", characters), {"num_hash_buckets": 64}),
 }
 
 
@@ -265,7 +268,7 @@ def save(
     import torch
     import transformers
 
-    family = ARCHITECTURES[architecture]
+    family = (ARCHITECTURES | EMBEDDING_ARCHITECTURES)[architecture]
     tokenizer = _tokenizer(family.vocabulary, cased=cased, max_length=tokenizer_max_length)
     config_fields: dict[str, Any] = {name: size for name, size in _SIZES.items() if name not in family.without}
     # Large, so that different texts get clearly different answers.

@@ -623,3 +623,36 @@ def test_rejected_client_reads_reason_while_draining(
         http_server.run(asyncio.sleep(0.05))
         assert len(http_server.state.open) == 2  # not closed: closing would reset clients that are still sending
     wait_until(lambda: not http_server.state.open)
+
+
+def test_repeated_heads_are_answered_like_new_ones(http_server: ControlledServer) -> None:
+    """Only whole requests with the same head, byte for byte, are taken without parsing it again."""
+    requests = [
+        *(post("/a", body) for body in (b"one", b"two", b"\r\n\r\n", b"three")),
+        post("/a?query", b"two", "x-request-id: mine"),
+        get("/a"),
+    ]
+    with http_server.connect() as client:
+        # Twice each: alone, in two parts, and with the next request in the same packet.
+        for count, request in enumerate((*requests, *requests), 1):
+            client.sendall(request)
+            wait_until(lambda count=count: len(http_server.exchanges) == count)
+        for request in requests:
+            client.sendall(request[:-2])
+            client.sendall(request[-2:])
+        client.sendall(b"".join(requests) + get("/last", "connection: close"))
+        assert statuses(receive_all(client)) == [200] * (4 * len(requests) + 1)
+    seen = [(exchange.method, exchange.path, exchange.query, exchange.body) for exchange in http_server.exchanges]
+    sent = [("POST", "/a", "", body) for body in (b"one", b"two", b"\r\n\r\n", b"three")]
+    sent += [("POST", "/a", "query", b"two"), ("GET", "/a", "", b"")]
+    assert seen[:-1] == sent * 4
+    assert [exchange.id for exchange in http_server.exchanges].count("mine") == 4
+
+
+def test_heads_without_a_body_size_are_parsed_each_time(http_server: ControlledServer) -> None:
+    chunked = b"POST /a HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    for end in (b"3\r\nabc\r\n0\r\n\r\n", b"2\r\nab\r\n0\r\n\r\n"):
+        with http_server.connect() as client:
+            client.sendall(chunked + end + get("/last", "connection: close"))
+            assert statuses(receive_all(client)) == [200, 200]
+    assert [len(exchange.body) for exchange in http_server.exchanges] == [3, 0, 2, 0]

@@ -32,6 +32,7 @@ from hasten.core.tensors import (
     Signature,
     TensorSpec,
 )
+from hasten.server.scheduling import encoder_engine
 from hasten.server.scheduling.core_scheduler import CoreScheduler
 from hasten.server.scheduling.encoder_engine import EncoderRequest, Engine, EngineObserver
 from hasten.server.scheduling.lost_session import ReconnectingSession, SessionLostError
@@ -165,6 +166,33 @@ def test_concurrent_requests_get_their_own_outputs(engine: Engine, session: Summ
         assert [value for (value,) in answer["sum"]] == [float(sum(row)) for row in each]
         assert [value for (value,) in answer["each"]] == [float(token) for row in each for token in row]
     assert max(session.batches) > 3
+
+
+def test_short_requests_received_together_run_in_one_batch(
+    session: SummingSession, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder_engine, "_MIN_GATHERED", 1)
+    scheduled: list[Callable[[], None]] = []
+    sent = [Submitted(engine, [[number]], call_soon=scheduled.append) for number in range(1, 41)]
+    assert (engine.waiting, session.batches, len(scheduled)) == (40, [], 1)
+    scheduled.pop()()
+    assert [request.wait()["sum"] for request in sent] == [[[float(number)]] for number in range(1, 41)]
+    assert session.batches == [40]
+
+
+def test_full_batch_starts_before_all_short_requests_are_received(
+    session: SummingSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder_engine, "_MIN_GATHERED", 3)
+    engine = Engine([session], Limits(tokens_per_batch=4), encoders=1)
+    session.gate.clear()
+    # With few requests open none waits, not even for a call of the event loop.
+    alone = Submitted(engine, [[1]], call_soon=pytest.fail)
+    wait_until(lambda: is_running(engine))
+    others = [Submitted(engine, [[2, 2]], call_soon=scheduled) for scheduled in (pytest.fail, lambda _: None)]
+    session.gate.set()
+    assert [request.wait()["sum"] for request in (alone, *others)] == [[[1.0]], [[4.0]], [[4.0]]]
+    engine.close()
 
 
 def test_answers_of_a_batch_are_decoded_in_parallel(session: SummingSession) -> None:

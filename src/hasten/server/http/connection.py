@@ -25,6 +25,7 @@ from hasten.server.http.exchange import (
     error_response,
     has_large_body,
 )
+from hasten.server.http.known_heads import RequestHead
 from hasten.server.http.parser import PartialRequest, RequestParser
 from hasten.server.http.socket_writer import SocketWriter
 from hasten.server.http.state import HttpState
@@ -77,6 +78,8 @@ class Connection(asyncio.Protocol):
         # The encoded response to a request that was rejected.
         self._rejection = b""
         self._read_state = ReadState.IDLE
+        # What was received last, if it begins with a request.
+        self._received = b""
         self._read_paused = self._write_paused = False
 
     @property
@@ -108,8 +111,9 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._server.open.discard(self)
         self._writer.close()
-        self._timer.stop()
-        self._write_timer.stop()
+        for timer in (self._timer, self._write_timer):
+            timer.stop()
+            timer.cancel()
         if self._stream is not None:
             self._stream.discard()
             self._stream = None
@@ -127,6 +131,11 @@ class Connection(asyncio.Protocol):
         if not self._accepts_input:
             return
         parser, httptools = self._parser, self._parser.httptools
+        self._received = b""
+        if self._read_state is ReadState.IDLE and not parser.partial.unparsed_bytes:
+            if self._receive_known(data):
+                return
+            self._received = data
         try:
             is_http = parser.feed(data)
         except httptools.HttpParserCallbackError:
@@ -210,25 +219,44 @@ class Connection(asyncio.Protocol):
     def request_received(self) -> None:
         if not self._accepts_input:
             return
-        self._timer.stop()
-        parser, limit = self._parser, self._server.limits.body_bytes
+        parser = self._parser
         request, parser.partial = parser.partial, PartialRequest()
-        path, query = split_target(request.url)
-        body = bytes(request.body)
-        exchange = Exchange(
-            parser.method,
-            path,
-            query,
-            request.headers,
-            body,
-            self._on_response,
-            limit,
-            reserved_bytes=len(body),
-            reserve=self._server.reserve,
-        )
         # Responses carry no "connection: keep-alive", without which an HTTP/1.0 client expects the connection to close.
         is_http10 = parser.is_http10
         keep_alive = not is_http10 and parser.keep_alive
+        head = RequestHead(parser.method, *split_target(request.url), request.headers)
+        received, self._received = self._received, b""
+        if received and keep_alive:
+            self._server.heads.add(received, head, len(request.body))
+        self._take(head, bytes(request.body), keep_alive=keep_alive, is_http10=is_http10)
+
+    def _receive_known(self, data: bytes) -> bool:
+        """Take a request whose head is the same as that of an earlier one; return whether it was."""
+        head, size = self._server.heads.find(data)
+        if head is None:
+            return False
+        body = data[size:]
+        try:
+            self._server.reserve(len(body))
+        except OverloadedError:
+            return False  # rejected as any other request
+        self._take(head, body, keep_alive=True, is_http10=False)
+        return True
+
+    def _take(self, head: RequestHead, body: bytes, *, keep_alive: bool, is_http10: bool) -> None:
+        """Queue a complete request, whose body is reserved, and answer it if it is the first."""
+        self._timer.stop()
+        exchange = Exchange(
+            head.method,
+            head.path,
+            head.query,
+            head.headers,
+            body,
+            self._on_response,
+            self._server.limits.body_bytes,
+            reserved_bytes=len(body),
+            reserve=self._server.reserve,
+        )
         self._read_state = ReadState.IDLE if keep_alive else ReadState.LAST_REQUEST
         self._waiting.append((exchange, keep_alive, is_http10))
         self._waiting_bytes += len(body)

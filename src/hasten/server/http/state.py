@@ -12,6 +12,7 @@ from typing import Protocol
 
 from hasten.server.byte_budget import ByteBudget
 from hasten.server.http.exchange import DEFAULT_BODY_BYTES, DisconnectedError, Exchange, Response
+from hasten.server.http.known_heads import KnownHeads
 from hasten.server.request_records import RequestListener
 
 _MAX_IN_FLIGHT_FOR_DIRECT_SEND = 4
@@ -61,6 +62,7 @@ class HttpState:
     reject_early: Callable[[str, str, Mapping[str, str]], Response | None] = lambda *_: None
     # Receives the records of requests that are rejected before they reach the application.
     on_record: RequestListener = lambda _: None
+    heads: KnownHeads = field(default_factory=KnownHeads, init=False)
     open: set[ManagedConnection] = field(default_factory=set)
     # Responses from other threads, which may have sent them already. The event loop settles them before it handles
     # anything else, so that a client that has its response also finds it counted.

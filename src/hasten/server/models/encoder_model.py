@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from asyncio import _get_running_loop
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -42,6 +43,8 @@ _TEST_ROWS = 16
 _TOKENS_PER_THREAD = 512
 # Enough to keep a GPU busy: beyond a few thousand tokens throughput does not grow, and the first request waits longer.
 _TOKENS_PER_GPU = 8192
+# A text up to this length is tokenized on the event loop.
+_MAX_SHORT_CHARS = 512
 # Time for all sessions of a model to prepare buckets; the remaining ones are prepared on first use.
 _WARM_UP_S = 30.0
 # The shape on which the number of sessions is measured: short texts, as most are.
@@ -176,7 +179,8 @@ class EncoderModel(Model):
             check(encoded)
             return encoded
 
-        return self.submit(encode, decode, on_done, priority=priority, timeout_s=timeout_s)
+        is_short = isinstance(content := payload(), str) and len(content) <= _MAX_SHORT_CHARS
+        return self.submit(encode, decode, on_done, priority=priority, timeout_s=timeout_s, is_short=is_short)
 
     def submit(
         self,
@@ -186,6 +190,7 @@ class EncoderModel(Model):
         *,
         priority: int = 0,
         timeout_s: float | None = None,
+        is_short: bool = False,
     ) -> Callable[[], None]:
         """Submit rows to the engine; return a function that cancels the request."""
 
@@ -194,7 +199,9 @@ class EncoderModel(Model):
             self.check_tokens(encoded.batch.tokens)
             return encoded
 
-        request = EncoderRequest(encode_checked, decode, on_done, priority, self.deadline(timeout_s))
+        loop = _get_running_loop() if is_short else None
+        call_soon = None if loop is None else loop.call_soon
+        request = EncoderRequest(encode_checked, decode, on_done, priority, self.deadline(timeout_s), call_soon)
         self.engine.submit(request)
         return lambda: self.engine.cancel(request)
 

@@ -70,11 +70,9 @@ class Output(msgspec.Struct, frozen=True):
         """Return the shape of the tensor."""
         return [len(self.value)] if isinstance(self.value, list) else list(self.value.shape)
 
-    def to_list(self) -> list[Any]:
-        """Return the values, flattened, for JSON."""
-        if isinstance(self.value, list):
-            return [text.decode() for text in self.value]
-        return list(self.value.ravel().tolist())
+    def to_json(self) -> Any:
+        """Return the values, flattened: texts, or an array, which is written as JSON without a list."""
+        return [text.decode() for text in self.value] if isinstance(self.value, list) else self.value.ravel()
 
     def to_bytes(self) -> bytes:
         """Return little-endian numbers, or strings that each follow their length in four bytes."""

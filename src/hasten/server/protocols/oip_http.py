@@ -11,7 +11,7 @@ import msgspec
 
 from hasten.core.errors import HastenError, InputError, StageError
 from hasten.core.version import __version__
-from hasten.server.http.exchange import BINARY, JSON, TEXT, Exchange, Response, read_json
+from hasten.server.http.exchange import BINARY, JSON, TEXT, Exchange, Response, read_json, to_json_value
 from hasten.server.models.registry import Model, repository
 from hasten.server.protocols import oip
 from hasten.server.protocols.oip import VERSION, Inference, Metadata, Output, Tensor, check_version
@@ -218,12 +218,12 @@ def _response(model: str, request: InferRequest, outputs: Sequence[Output]) -> R
             blobs.append(blob)
             entry["parameters"] = {"binary_data_size": len(blob)}
         else:
-            entry["data"] = output.to_list()
+            entry["data"] = output.to_json()
         entries.append(entry)
     head = InferResponse(model_name=model, model_version=VERSION, outputs=entries)
     if request.id:
         head["id"] = request.id
-    text = msgspec.json.encode(head)
+    text = msgspec.json.encode(head, enc_hook=to_json_value)
     if not blobs:
         return Response(200, text)
     headers = {"Inference-Header-Content-Length": str(len(text))}

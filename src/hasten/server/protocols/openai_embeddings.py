@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 from functools import partial
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import msgspec
+import numpy as np
 
 from hasten.core.errors import HastenError, InputError, OverloadedError, PlanError, UnauthorizedError
 from hasten.core.tensors import FloatArray, Outputs
@@ -147,10 +148,9 @@ def _shorten(vectors: FloatArray, dimensions: int | None) -> FloatArray:
     return normalize(vectors[:, :dimensions])
 
 
-def _encode(vector: FloatArray, form: str) -> list[float] | str:
-    if form == "float":
-        return list(vector.tolist())
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+def _encode(vector: FloatArray, form: str) -> Any:
+    """Return the vector itself, which is written as JSON without a list, or its bytes in base64."""
+    return vector if form == "float" else base64.b64encode(np.ascontiguousarray(vector, "<f4").data).decode()
 
 
 _route = partial(Route, error_body=openai_error_body)

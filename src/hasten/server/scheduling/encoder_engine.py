@@ -41,6 +41,8 @@ Answer = TypeVar("Answer")
 
 # How often a lost session is tried.
 _RECONNECT_S = 0.05
+# With fewer open requests than this, none is tokenized on the event loop, and no batch waits for others.
+_MIN_GATHERED = 5
 # The row that tells a broken session from a request that makes it fail.
 _PROBE = Shape(1, 8)
 
@@ -54,6 +56,9 @@ class EncoderRequest(msgspec.Struct, Generic[Answer], eq=False):
     on_done: Callable[[Answer | HastenError, RequestStats | None], None]
     priority: int = 0
     deadline: float | None = None
+    # Given for a short text that is submitted on an event loop: under load it is tokenized there, in less time than
+    # waking a thread takes. Schedules a call after the other requests that the loop has received.
+    call_soon: Callable[[Callable[[], None]], object] | None = None
     pending: PendingRequest | None = None
     is_cancelled: bool = False
     # As in PendingRequest.
@@ -88,9 +93,16 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
         self._queue = Queue(limits)
         self._observer = observer or EngineObserver()
         self._max_batch_delay_s = max_batch_delay_s
+        # Whether the event loop has yet to submit requests that it has received.
+        self._is_gathering = False
         self._pool = WorkerPool(self._workers, encoders, self._lock)
         self._is_aborted = False
         self._pool.start(self._work)
+
+    def submit(self, request: EncoderRequest[Answer]) -> None:
+        super().submit(request)
+        if request.call_soon is not None:
+            self._prepare(request)
 
     def submit_encoded(self, request: EncoderRequest[Answer]) -> None:
         """Accept a request that another process has admitted and tokenized: `encode` returns its rows at once."""
@@ -125,7 +137,20 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
         return len(self._queue)
 
     def _enqueue(self, request: EncoderRequest[Answer]) -> None:
-        self._pool.add(lambda: self._prepare(request))
+        if len(self._open) < _MIN_GATHERED:
+            request.call_soon = None
+        if request.call_soon is None:
+            self._pool.add(lambda: self._prepare(request))
+        elif not self._is_gathering:
+            # An idle worker would take the first request alone, and delay the others by waiting for the interpreter.
+            self._is_gathering = True
+            request.call_soon(self._end_gathering)
+
+    def _end_gathering(self) -> None:
+        with self._lock:
+            self._is_gathering = False
+            if self._queue:
+                self._pool.wake_worker()
 
     def _abort(self, error: HastenError) -> None:
         with self._lock:
@@ -157,6 +182,8 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
                     pool.rest(worker, self._batch_delay_left_s())
                 job = self._queue.take(time.monotonic()) if is_ready else None
                 is_loaded = bool(self._queue)
+                if job is not None and is_loaded:
+                    pool.wake_worker()
                 dropped, self._queue.dropped = self._queue.dropped, []
                 # Batches before tasks: tokenizer threads can run those meanwhile.
                 task = pool.tasks.popleft() if job is None and pool.tasks else None
@@ -173,12 +200,15 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
         if not self._queue:
             return False
         # While the engine closes, no more requests come.
-        starts_now = self._max_batch_delay_s == 0 or self._is_closing or self._queue.is_full
-        return starts_now or self._batch_delay_left_s() == 0
+        if self._is_closing or self._queue.is_full:
+            return True
+        return not self._is_gathering and (self._max_batch_delay_s == 0 or self._batch_delay_left_s() == 0)
 
     def _batch_delay_left_s(self) -> float | None:
         oldest = self._queue.oldest
-        return None if oldest is None else max(0.0, oldest + self._max_batch_delay_s - time.monotonic())
+        if oldest is None or self._is_gathering:
+            return None
+        return max(0.0, oldest + self._max_batch_delay_s - time.monotonic())
 
     # Request lifecycle
 
@@ -219,7 +249,8 @@ class Engine(EngineLifecycle[EncoderRequest[Any]]):
         pending.is_cancelled = request.is_cancelled
         self._queue.put(pending)
         self._admission.on_encoded(pending.tokens)
-        self._pool.wake_worker()
+        if not self._is_gathering or self._queue.is_full:
+            self._pool.wake_worker()
 
     def _run(self, worker: SessionWorker, job: BatchJob, *, is_loaded: bool = False) -> None:
         tokens = job.tokens
