@@ -120,7 +120,8 @@ def relative_error(value_powers: FloatArray, value_noise: FloatArray, weight: We
 
 
 def _factors(exponents: Sequence[int]) -> FloatArray:
-    return np.ldexp(np.float32(1), np.array(exponents)).astype(np.float32)
+    factors: FloatArray = np.ldexp(np.float32(1), np.array(exponents)).astype(np.float32)
+    return factors
 
 
 def _candidates(group: Sequence[MatMul], maxima: Mapping[str, FloatArray], index: GraphIndex) -> list[list[int]]:
