@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,14 @@ def main() -> None:
     parser.add_argument("--tiny", type=Path, required=True, help="bundle of the one-layer model")
     parser.add_argument("--model", type=Path, required=True, help="the same model as Hugging Face saves it")
     parser.add_argument("--peers", default=sys.executable, help="Python interpreter with the peers")
+    parser.add_argument("--free-threaded", help="free-threaded interpreter with hasten's dependencies")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--seconds", type=float, default=4.0, help="seconds of a turn")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders to run")
     parser.add_argument("-o", "--output", type=Path, default=HERE.parent / "results" / "serving_http_load.json")
     args = parser.parse_args()
-    chosen = contenders(args.tiny, args.model, args.peers)
+    chosen = contenders(args.tiny, args.model, args.peers, args.free_threaded)
     chosen = [each for each in chosen if args.only is None or each.name in args.only]
     turns: dict[str, dict[int, list[dict[str, float]]]] = {each.name: {} for each in chosen}
     with ExitStack() as opened:
@@ -79,8 +81,14 @@ def main() -> None:
         )
 
 
-def contenders(bundle: Path, model: Path, python: str) -> list[Contender]:
+def contenders(bundle: Path, model: Path, python: str, free_threaded: str | None) -> list[Contender]:
     """Return hasten, its application in ASGI servers, and servers that run the bundle's graph without batching."""
+    one = hasten_contender(bundle, "--instances", "1", "--threads", "1")
+    processes = hasten_contender(bundle, "--workers", "2", "--instances", "1", "--threads", "1")
+    threads = [
+        replace(one, name="hasten, free-threaded", command=(python, *one.command[1:]))
+        for python in ([free_threaded] if free_threaded else [])
+    ]
     entry = next(entry for entry in open_bundle(bundle).manifest.variants if entry.backend == "onnxruntime")
     graph = str(open_bundle(bundle).artifact(entry).path())
     unused: Any = None
@@ -96,7 +104,9 @@ def contenders(bundle: Path, model: Path, python: str) -> list[Contender]:
         return Contender(file.partition("_")[0], command, unused, is_busy_when_idle=is_busy_when_idle)
 
     return [
-        hasten_contender(bundle, "--instances", "1", "--threads", "1"),
+        one,
+        replace(processes, name="hasten, 2 workers"),
+        *threads,
         Contender("hasten in uvicorn", (*ours, *uvicorn, "--factory", factory), unused, ready),
         Contender("hasten in granian", (*ours, *granian, "--factory", factory), unused, ready),
         Contender("uvicorn", (*bare, *uvicorn, app), unused),
