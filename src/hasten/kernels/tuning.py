@@ -30,9 +30,10 @@ from hasten.core.version import __version__
 from hasten.kernels.cuda.graph_exec import GraphExec, capture_graph
 from hasten.kernels.cuda.packed_buckets import Bucket, round_up
 from hasten.kernels.cuda.replay import gc_paused
-from hasten.kernels.encoder import Encoder
+from hasten.kernels.encoder_base import PackedEncoder
 from hasten.kernels.gemm.cublaslt import MAX_CANDIDATES, CublasLtGemms, GemmShape, library_version
 from hasten.kernels.gemm.dispatch import BACKEND_NAME
+from hasten.kernels.gemm.fused_linear import LINEAR_NAME
 from hasten.kernels.packing import MAX_TOKENS, pack, unpack
 
 FILE = "tuning.json"
@@ -47,10 +48,10 @@ class Tuning:
 
     environment: str
     small_batch_max_tokens: int
-    # In half precision the number of a cuBLASLt candidate, in 8 bits the name of a GEMM backend.
+    # In half precision the number of a cuBLASLt candidate or the tiles of a fused GEMM, in 8 bits the name of a backend.
     gemms: tuple[tuple[GemmShape, Candidate | str], ...]
 
-    def apply(self, encoder: Encoder, cublaslt: CublasLtGemms) -> None:
+    def apply(self, encoder: PackedEncoder, cublaslt: CublasLtGemms) -> None:
         """Make the encoder use these choices."""
         encoder.small_batch_max_tokens = min(encoder.small_batch_max_tokens, self.small_batch_max_tokens)
         _choose(encoder, cublaslt, dict(self.gemms))
@@ -61,7 +62,7 @@ class Tuning:
         file.write_bytes(msgspec.json.encode(self))
 
 
-def find(encoder: Encoder, cublaslt: CublasLtGemms, directory: Path) -> Tuning | None:
+def find(encoder: PackedEncoder, cublaslt: CublasLtGemms, directory: Path) -> Tuning | None:
     """Return the results for this environment from the bundle's directory or from the cache."""
     current = environment(cublaslt)
     for file in (directory / FILE, cache_file(encoder, cublaslt)):
@@ -81,7 +82,7 @@ def environment(cublaslt: CublasLtGemms) -> str:
     return f"{torch.cuda.get_device_name()}, {libraries}, {cublaslt.dtype}{accumulation}"
 
 
-def cache_file(encoder: Encoder, cublaslt: CublasLtGemms) -> Path:
+def cache_file(encoder: PackedEncoder, cublaslt: CublasLtGemms) -> Path:
     """Return the file in the cache for this encoder and environment."""
     key = f"{environment(cublaslt)} {asdict(encoder.geometry)}"
     # Which GEMMs are 8-bit.
@@ -89,25 +90,33 @@ def cache_file(encoder: Encoder, cublaslt: CublasLtGemms) -> Path:
     return cache_directory() / "fused" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def tune(encoder: Encoder, cublaslt: CublasLtGemms, max_batch_tokens: int = MAX_TOKENS) -> Tuning:
+def tune(encoder: PackedEncoder, cublaslt: CublasLtGemms, max_batch_tokens: int = MAX_TOKENS) -> Tuning:
     """Measure the fastest choices, which takes some seconds."""
     with torch.inference_mode():
         shapes = [shape for tokens in bucket_sizes(max_batch_tokens) for shape in encoder.gemm_shapes(tokens)]
-        gemms = {
+        gemms: dict[GemmShape, int | str] = {
             shape: encoder.gemm_dispatch.fastest(shape, measure_seconds)
             if shape.input_dtype
             else cublaslt.fastest(shape, measure_seconds)
             for shape in shapes
+            if not shape.epilogue
         }
-        # The small-batch kernels are compared with the tuned GEMMs.
+        # Fused GEMMs and the small-batch kernels are compared with the tuned GEMMs.
         _choose(encoder, cublaslt, gemms)
+        if encoder.fused_linears is not None:
+            fused = [shape for shape in shapes if shape.epilogue]
+            gemms |= {shape: encoder.fused_linears.fastest(shape, measure_seconds) for shape in fused}
+            _choose(encoder, cublaslt, gemms)
         small_batch_max_tokens = _find_small_batch_max_tokens(encoder)
     return Tuning(environment(cublaslt), small_batch_max_tokens, tuple(gemms.items()))
 
 
-def _choose(encoder: Encoder, cublaslt: CublasLtGemms, gemms: Mapping[GemmShape, int | str]) -> None:
+def _choose(encoder: PackedEncoder, cublaslt: CublasLtGemms, gemms: Mapping[GemmShape, int | str]) -> None:
     cublaslt.choose({shape: choice for shape, choice in gemms.items() if isinstance(choice, int)})
-    encoder.gemm_dispatch.choose({shape: choice for shape, choice in gemms.items() if isinstance(choice, str)})
+    names = {shape: choice for shape, choice in gemms.items() if isinstance(choice, str)}
+    encoder.gemm_dispatch.choose({shape: name for shape, name in names.items() if not shape.epilogue})
+    if encoder.fused_linears is not None:
+        encoder.fused_linears.choose({shape: name for shape, name in names.items() if shape.epilogue})
 
 
 def bucket_sizes(max_batch_tokens: int) -> list[int]:
@@ -134,7 +143,7 @@ def measure_seconds(launch: Callable[[], Any]) -> float:
     return median(graph_exec.device_seconds(stream) for _ in range(_REPLAYS)) / _LAUNCHES
 
 
-def _find_small_batch_max_tokens(encoder: Encoder) -> int:
+def _find_small_batch_max_tokens(encoder: PackedEncoder) -> int:
     """Return the largest bucket size up to which the small-batch kernels are the faster ones."""
     best = 0
     for tokens in bucket_sizes(encoder.small_batch_limit):
@@ -155,9 +164,11 @@ def _read(file: Path) -> Tuning | None:
         tuning = msgspec.json.decode(file.read_bytes(), type=Tuning)
     except (OSError, ValueError):  # msgspec's errors are ValueErrors
         return None
-    is_valid = all(
-        isinstance(choice, str) == bool(shape.input_dtype)
-        and (isinstance(choice, int) or BACKEND_NAME.fullmatch(choice))
-        for shape, choice in tuning.gemms
-    )
-    return tuning if is_valid else None
+    return tuning if all(_is_valid(shape, choice) for shape, choice in tuning.gemms) else None
+
+
+def _is_valid(shape: GemmShape, choice: int | str) -> bool:
+    if not isinstance(choice, str):
+        return not shape.input_dtype and not shape.epilogue
+    names = LINEAR_NAME if shape.epilogue else BACKEND_NAME
+    return bool(shape.input_dtype or shape.epilogue) and names.fullmatch(choice) is not None
