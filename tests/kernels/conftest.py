@@ -38,7 +38,9 @@ def _exact_transformed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     cast = weights.cast
     if DEVICE == "cpu":
         monkeypatch.setattr(
-            weights, "cast", lambda model, dtype: model if type(model.geometry) is PreNormGeometry else cast(model, dtype)
+            weights,
+            "cast",
+            lambda model, dtype: model if type(model.geometry) is PreNormGeometry else cast(model, dtype),
         )
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from hasten.backends import RunOptions, Source
 from hasten.backends.fused import BACKEND
@@ -60,9 +59,7 @@ def test_states_match_at_window_edges(
     module = Exportable(
         model_of("ModernBert", "Model", layers=len(layer_types), **options), INPUTS, ["last_hidden_state"]
     )
-    encoder = check(
-        module, signature_of("last_hidden_state", (BATCH, SEQUENCE)), tmp_path, batch_of(*LENGTHS), fused
-    )
+    encoder = check(module, signature_of("last_hidden_state", (BATCH, SEQUENCE)), tmp_path, batch_of(*LENGTHS), fused)
     # The small-batch kernels have no window.
     assert encoder.small_batch_limit == 0
 
@@ -80,9 +77,7 @@ def test_small_batch_matches(length: int, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 @pytest.mark.parametrize("lengths", [(7,), (20, 1, 13)], ids=["small", "large"])
-def test_classification_head_matches_for_every_pooling(
-    lengths: tuple[int, ...], pooling: str, tmp_path: Path
-) -> None:
+def test_classification_head_matches_for_every_pooling(lengths: tuple[int, ...], pooling: str, tmp_path: Path) -> None:
     model = model_of("ModernBert", "ForSequenceClassification", classifier_pooling=pooling)
     check(Exportable(model, INPUTS, ["logits"]), signature_of("logits", (BATCH,)), tmp_path, batch_of(*lengths), FUSED)
 

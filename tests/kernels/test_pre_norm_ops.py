@@ -14,16 +14,24 @@ from support.tolerances import DEVICE, TOKENS, TOLERANCE, check, draw, starts_of
 dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
 tokens = pytest.mark.parametrize("count", TOKENS)
 FP32 = torch.float32 if torch.float32 in TOLERANCE else torch.float16
-# With and without descriptors, and with a depth that the tile's does not divide.
+# With and without descriptors, with a depth that the tile's does not divide, and with several tiles per program.
 TILE_CONFIGS = [
     LinearTileConfig(16, 32, 32, 4, 2),
     LinearTileConfig(32, 64, 64, 4, 2),
     LinearTileConfig(32, 32, 32, 4, 2, has_descriptors=True),
+    LinearTileConfig(16, 32, 32, 4, 2, has_descriptors=True, persistent=2),
 ]
 tile_configs = pytest.mark.parametrize("tile_config", TILE_CONFIGS, ids=str)
 # Sequences shorter than the window, of one to three windows and at its edges.
 WINDOW = 9
 LENGTHS = [1, 8, 9, 10, 17, 18, 19, 27, 40]
+
+
+def test_tile_configs_are_named() -> None:
+    assert [LinearTileConfig.parse(str(each)) for each in (*TILE_CONFIGS, *LINEAR_TILE_CONFIGS)] == [
+        *TILE_CONFIGS,
+        *LINEAR_TILE_CONFIGS,
+    ]
 
 
 def rotation_of(count: int) -> Rotation:

@@ -19,18 +19,25 @@ from hasten.kernels.ops import (
     attention,
     attention_out_proj,
     embed,
+    embed_norm,
+    fused_linear,
     gemm,
+    glu,
     head,
     linear_accumulate,
     norm,
     norm_linear,
     pool,
+    rms_linear,
+    rms_norm,
+    rotary,
 )
 
 WIDTH, INNER, SIZE = 768, 3072, 64
 POINTERS = {
     "ids": "*i32", "positions": "*i32", "token_types": "*i32", "tiles": "*i32", "sequence": "*i32", "starts": "*i32",
     "inverse_scales": "*fp32", "scale": "*fp32", "total": "*fp32", "next_total": "*fp32",
+    "square_sums": "*fp32", "norm_square_sums": "*fp32",
 }  # fmt: skip
 QUANTIZED = {"fp16": ("*fp16", 0.0), "fp8": ("*fp8e4nv", 448.0), "int8": ("*i8", 127.0)}
 # Shared memory per program, by compute capability.
@@ -84,11 +91,12 @@ def compile_kernels(capability: int, precision: str) -> None:
         compile_for(
             attention._attention, capability, {**sizes, "softmax_scale": "fp32", "out": pointer},
             {
-                **common, **({} if has_bias else {"bias": None}), "size": size, "block": size,
+                **common, **({} if has_bias else {"bias": None}), "size": size, "block": size, "window": -1, "parts": 1,
                 "rows": tile_config.rows, "keys": tile_config.keys,
             },
             num_warps=tile_config.warps, num_stages=tile_config.stages,
         )  # fmt: skip
+    compile_pre_norm(capability, precision)
     has_channel_scales = precision == "int8"
     small_batch = {**common, "has_channel_scales": has_channel_scales, "use_pdl": use_pdl}
     compile_for(
@@ -133,6 +141,63 @@ def compile_kernels(capability: int, precision: str) -> None:
                     "block_depth": tile_config.depth, "group_rows": 8,
                 }, num_warps=tile_config.warps, num_stages=tile_config.stages,
                 fits=tile_config == gemm.DEFAULT_TILES,
+            )  # fmt: skip
+        print(tile_config, flush=True)
+
+
+def compile_pre_norm(capability: int, precision: str) -> None:
+    """Compile the kernels of pre-norm encoders."""
+    pointer, max_value = QUANTIZED[precision]
+    names = ("rows", "columns", "depth", "width", "tokens", "rotated_columns", "distance_count")
+    sizes = dict.fromkeys(names, "i32") | {"eps": "fp32", "softmax_scale": "fp32"}
+    common = {"max_value": max_value, "is_per_tensor": precision != "int8"}
+    quantized = {**sizes, "out": pointer, "total": "*fp16"}
+    compile_for(embed_norm._embed_norm, capability, quantized, {**common, "block": 1024})
+    compile_for(rms_norm._rms_norm, capability, quantized, {**common, "block": 1024, "rows_per_program": 4})
+    blocks = {"block_rows": 4, "block_columns": 512}
+    compile_for(glu._gated_activation, capability, quantized, {**common, **blocks, "gelu_kind": activation.EXACT})
+    tile_config = attention.windowed(attention.VERY_LONG_TILE_CONFIG)
+    for rows, window in ((attention.VERY_LONG_TILE_CONFIG.rows, -1), (tile_config.rows, 64)):
+        compile_for(
+            attention._attention, capability, quantized,
+            {
+                **common, "bias": None, "size": SIZE, "block": SIZE, "rows": rows, "keys": tile_config.keys,
+                "window": window, "parts": attention.VERY_LONG_TILE_CONFIG.rows // rows,
+            }, num_warps=tile_config.warps, num_stages=tile_config.stages,
+        )  # fmt: skip
+    has_rotation = {"head_size": SIZE, "glu_kind": None}
+    has_gate = {"positions": None, "table": None, "head_size": 0, "glu_kind": activation.EXACT}
+    small_batch = {"use_pdl": capability >= 90, "width": WIDTH, "block": 1024, "block_rows": 16, "block_columns": 64}
+    for epilogue in (has_rotation, has_gate):
+        compile_for(
+            rms_linear._rms_linear, capability, {**sizes, "x": "*fp32", "weight": pointer},
+            {**common, **small_batch, **epilogue, "has_channel_scales": precision == "int8", "has_norm": True},
+            num_warps=8,
+        )  # fmt: skip
+    if max_value:
+        return
+    compile_for(rotary._rotate, capability, sizes, {"head_size": SIZE, "block_rows": 8, "block_columns": 256})
+    no_residual = {"residual": None, "square_sums": None}
+    for tile_config in fused_linear.LINEAR_TILE_CONFIGS:
+        if tile_config.has_descriptors and capability < 90:
+            continue
+        descriptors = {
+            name: f"tensordesc<fp16[{rows}, {tile_config.depth}]>"
+            for name, rows in (("x", tile_config.rows), ("weight", tile_config.columns))
+        }
+        for epilogue in (
+            {**has_rotation, **no_residual},
+            {**has_gate, **no_residual},
+            {**has_gate, "norm_square_sums": None, "glu_kind": None},
+        ):
+            compile_for(
+                fused_linear._fused_linear, capability, {**sizes, **(descriptors if tile_config.has_descriptors else {})},
+                {
+                    **epilogue, "has_descriptors": tile_config.has_descriptors, "is_depth_divisible": True,
+                    "is_rotation_masked": False, "is_persistent": tile_config.persistent > 0,
+                    "block_rows": tile_config.rows, "block_columns": tile_config.columns,
+                    "block_depth": tile_config.depth, "group_rows": 8,
+                }, num_warps=tile_config.warps, num_stages=tile_config.stages,
             )  # fmt: skip
         print(tile_config, flush=True)
 

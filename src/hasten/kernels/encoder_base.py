@@ -90,9 +90,7 @@ class PackedEncoder(ABC):
     def _small_batch_limit(self, shared_bytes: int | None) -> int:
         """Return the most tokens that the small-batch kernels support; 0 if they do not support the model."""
 
-    def _attend_rows(
-        self, qkv: Any, batch: PackedBatch, rows: Any, next_linear: str, window: int | None = None
-    ) -> Any:
+    def _attend_rows(self, qkv: Any, batch: PackedBatch, rows: Any, next_linear: str, window: int | None = None) -> Any:
         """Compute attention for these query rows only, over all keys of their sequences."""
         sequence = batch.sequence[rows]
         tiles = torch.stack([rows, batch.starts[sequence], batch.starts[sequence + 1]], dim=1)

@@ -91,7 +91,7 @@ class PreNormEncoder(PackedEncoder):
         super().__init__(geometry, weights, **options)
         embeddings = weights["word_embeddings"]
         self._global_rotary, self._local_rotary = (
-            Rotary.of(theta, geometry.positions, geometry.width // geometry.heads, embeddings.device)
+            Rotary.of(theta, geometry.positions, geometry.width // geometry.heads, embeddings.device, embeddings.dtype)
             for theta in (geometry.global_theta, geometry.local_theta)
         )
         self.fused_linears = FusedLinears(
@@ -230,9 +230,7 @@ class PreNormEncoder(PackedEncoder):
         if stream.norm is not None:
             tile_config = self._tile_config(len(stream.gemm_input), name)
             assert tile_config is not None
-            return norm_linear_glu(
-                stream.gemm_input, self._weights[f"{name}.weight"], stream.norm, kind, tile_config
-            )
+            return norm_linear_glu(stream.gemm_input, self._weights[f"{name}.weight"], stream.norm, kind, tile_config)
         return gated_activation(self._linear(stream.gemm_input, name), kind, self._quants.get(f"{layer}.down"))
 
     def _add(self, x: Any, residual: Any, linear: str, next_linear: str, square_sums: Any) -> _Stream:

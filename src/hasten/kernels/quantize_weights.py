@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from hasten.core.tensors import Batch
-from hasten.kernels.cuda.packed_buckets import Bucket
 from hasten.kernels.architectures import AnyGeometry, encoder_class
+from hasten.kernels.cuda.packed_buckets import Bucket
 from hasten.kernels.encoder_base import PackedBatch
 from hasten.kernels.ops.quantize import FP8, MAX_VALUE, ActivationQuant, quantize_weight, reference
 from hasten.kernels.packing import MAX_TOKENS, pack, row_positions, split_rows, unpack

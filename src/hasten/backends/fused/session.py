@@ -22,9 +22,9 @@ from hasten.core.tensors import MASKS, Batch, FloatArray, Layout, Outputs, Sessi
 from hasten.core.variant import Precision
 
 if TYPE_CHECKING:
+    from hasten.kernels.architectures import AnyGeometry
     from hasten.kernels.cuda.packed_buckets import Bucket
     from hasten.kernels.cuda.replay import Fill, GraphReplay
-    from hasten.kernels.architectures import AnyGeometry
     from hasten.kernels.encoder_base import PackedBatch, PackedEncoder
     from hasten.kernels.gemm.cublaslt import CublasLtGemms
 

@@ -33,9 +33,7 @@ LINEAR_NAME = re.compile(rf"{SEPARATE}|{'|'.join(map(str, LINEAR_TILE_CONFIGS))}
 class FusedLinears:
     """The choices for one model; shapes without one use `default`, None for cuBLASLt."""
 
-    def __init__(
-        self, cublaslt: CublasLtGemms | None, dtype: Any, activation: str, eps: float, rotary: Rotary
-    ) -> None:
+    def __init__(self, cublaslt: CublasLtGemms | None, dtype: Any, activation: str, eps: float, rotary: Rotary) -> None:
         self.default: LinearTileConfig | None = None
         self._cublaslt, self._dtype, self._rotary = cublaslt, dtype, rotary
         self._activation, self._eps = activation, eps

@@ -7,13 +7,13 @@ the residual together with the sum of squares that the next norm needs. Each sav
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from hasten.kernels.ops.activation import EXACT
 from hasten.kernels.ops.glu import gate
 from hasten.kernels.ops.glu import reference as glu_reference
 from hasten.kernels.ops.rotary import Rotary, rotate_pairs
@@ -27,9 +27,10 @@ _DESCRIPTOR_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class LinearTileConfig:
-    """The output tile of a program, the depth per iteration, warps and stages, and whether tiles load by descriptor.
+    """The output tile of a program, the depth per iteration, warps and stages, and how tiles are loaded and run.
 
-    Descriptors use Hopper's tensor memory accelerator.
+    Descriptors use Hopper's tensor memory accelerator. Persistent programs, so many per multiprocessor, compute several
+    tiles, and load the next one while they finish one.
     """
 
     rows: int
@@ -38,20 +39,26 @@ class LinearTileConfig:
     warps: int
     stages: int
     has_descriptors: bool = False
+    persistent: int = 0
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.columns}x{self.depth}x{self.warps}x{self.stages}{'d' * self.has_descriptors}"
+        sizes = f"{self.rows}x{self.columns}x{self.depth}x{self.warps}x{self.stages}"
+        return f"{sizes}{'d' * self.has_descriptors}{f'p{self.persistent}' * (self.persistent > 0)}"
 
     @classmethod
     def parse(cls, text: str) -> LinearTileConfig:
         """Parse the form that `str` gives."""
-        return cls(*map(int, text.rstrip("d").split("x")), has_descriptors=text.endswith("d"))
+        sizes, _, persistent = text.partition("p")
+        is_descriptor = sizes.endswith("d")
+        return cls(*map(int, sizes.rstrip("d").split("x")), is_descriptor, int(persistent or 0))
 
 
-LINEAR_TILE_CONFIGS = tuple(
-    LinearTileConfig(*sizes, has_descriptors)
-    for has_descriptors in (False, True)
-    for sizes in ((128, 128, 64, 4, 3), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3))
+# With 128 × 128 and 8 warps two programs share a multiprocessor: one computes while the other loads or stores.
+LINEAR_TILE_CONFIGS = (
+    LinearTileConfig(128, 128, 64, 8, 3, has_descriptors=True),
+    LinearTileConfig(128, 256, 64, 8, 3, has_descriptors=True),
+    LinearTileConfig(128, 256, 64, 8, 3, has_descriptors=True, persistent=1),
+    LinearTileConfig(128, 128, 64, 4, 3),
 )
 
 
@@ -97,9 +104,7 @@ def norm_linear_glu(x: Any, weight: Any, norm: Norm, glu_kind: str, tile_config:
     return out
 
 
-def linear_residual(
-    x: Any, weight: Any, residual: Any, square_sums: Any | None, tile_config: LinearTileConfig
-) -> Any:
+def linear_residual(x: Any, weight: Any, residual: Any, square_sums: Any | None, tile_config: LinearTileConfig) -> Any:
     """Return x · weightᵀ + residual, and add the squares of each row to `square_sums` in fp32."""
     out = torch.empty_like(residual)
     _launch(x, weight, out, tile_config, residual=residual, square_sums=square_sums)
@@ -123,7 +128,10 @@ def _launch(
     if has_descriptors:
         x, weight = _descriptor(x, tile_config.rows, tile_config), _descriptor(weight, tile_config.columns, tile_config)
     rotary = None if rotation is None else rotation.rotary
-    _fused_linear[(triton.cdiv(rows, tile_config.rows) * triton.cdiv(columns, tile_config.columns),)](
+    programs = triton.cdiv(rows, tile_config.rows) * triton.cdiv(columns, tile_config.columns)
+    if tile_config.persistent:
+        programs = min(programs, tile_config.persistent * _multiprocessors(out.device))
+    _fused_linear[(programs,)](
         x, weight, out, rows, columns, depth,
         None if norm is None else norm.square_sums, 0.0 if norm is None else norm.eps,
         None if rotation is None else rotation.positions,
@@ -132,12 +140,19 @@ def _launch(
         is_depth_divisible=depth % tile_config.depth == 0,
         is_rotation_masked=columns // 3 * 2 % tile_config.columns != 0,
         block_rows=tile_config.rows, block_columns=tile_config.columns, block_depth=tile_config.depth,
-        group_rows=_GROUP, num_warps=tile_config.warps, num_stages=tile_config.stages,
+        group_rows=_GROUP, is_persistent=tile_config.persistent > 0,
+        num_warps=tile_config.warps, num_stages=tile_config.stages,
     )  # fmt: skip
 
 
 def _is_aligned(tensor: Any) -> bool:
     return tensor.data_ptr() % _DESCRIPTOR_BYTES == 0 == tensor.stride(0) * tensor.element_size() % _DESCRIPTOR_BYTES
+
+
+@cache
+def _multiprocessors(device: Any) -> int:
+    """Return the number of multiprocessors; the interpreter's few let tests run several tiles in a program."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def _descriptor(tensor: Any, rows: int, tile_config: LinearTileConfig) -> Any:
@@ -150,10 +165,32 @@ def _descriptor(tensor: Any, rows: int, tile_config: LinearTileConfig) -> Any:
 def _fused_linear(
     x, weight, out, rows, columns, depth, norm_square_sums, eps, positions, table, residual, square_sums,
     head_size: tl.constexpr, glu_kind: tl.constexpr, has_descriptors: tl.constexpr, is_depth_divisible: tl.constexpr,
+    is_rotation_masked: tl.constexpr, is_persistent: tl.constexpr,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, block_depth: tl.constexpr, group_rows: tl.constexpr,
+):  # fmt: skip
+    if is_persistent:
+        tiles = tl.cdiv(rows, block_rows) * tl.cdiv(columns, block_columns)
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+            _tile(
+                tile, x, weight, out, rows, columns, depth, norm_square_sums, eps, positions, table, residual,
+                square_sums, head_size, glu_kind, has_descriptors, is_depth_divisible, is_rotation_masked,
+                block_rows, block_columns, block_depth, group_rows,
+            )  # fmt: skip
+    else:
+        _tile(
+            tl.program_id(0), x, weight, out, rows, columns, depth, norm_square_sums, eps, positions, table, residual,
+            square_sums, head_size, glu_kind, has_descriptors, is_depth_divisible, is_rotation_masked,
+            block_rows, block_columns, block_depth, group_rows,
+        )  # fmt: skip
+
+
+@triton.jit
+def _tile(
+    tile, x, weight, out, rows, columns, depth, norm_square_sums, eps, positions, table, residual, square_sums,
+    head_size: tl.constexpr, glu_kind: tl.constexpr, has_descriptors: tl.constexpr, is_depth_divisible: tl.constexpr,
     is_rotation_masked: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr, block_depth: tl.constexpr, group_rows: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
     column_tiles = tl.cdiv(columns, block_columns)
     first_group_row = tile // (group_rows * column_tiles) * group_rows
     group_size = tl.minimum(tl.cdiv(rows, block_rows) - first_group_row, group_rows)

@@ -18,16 +18,21 @@ _ROWS, _COLUMNS = 8, 256
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """The cosine and sine of each channel pair of a head, side by side in fp32: (positions, channels)."""
+    """The cosine and sine of each channel pair of a head, side by side: (positions, channels)."""
 
     table: Any
 
     @classmethod
-    def of(cls, theta: float, positions: int, head_size: int, device: Any) -> Rotary:
-        """Compute the table on the CPU in fp32, like transformers, and copy it to the device."""
+    def of(cls, theta: float, positions: int, head_size: int, device: Any, dtype: Any = torch.float32) -> Rotary:
+        """Compute the table on the CPU in fp32, like transformers, and copy it to the device.
+
+        For encoders in fp16 or bf16 it is in fp16, whose rounding is that of the queries and keys: it takes fewer
+        registers of a GEMM.
+        """
         frequencies = 1.0 / theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
         angles = torch.arange(positions).float()[:, None] * frequencies
-        return cls(torch.stack([angles.cos(), angles.sin()], -1).flatten(1).to(device))
+        table_dtype = torch.float32 if dtype == torch.float32 else torch.float16
+        return cls(torch.stack([angles.cos(), angles.sin()], -1).flatten(1).to(device, table_dtype))
 
     @property
     def head_size(self) -> int:
@@ -39,7 +44,7 @@ def reference(qkv: Any, positions: Any, rotary: Rotary) -> Any:
     """Rotate in plain PyTorch."""
     tokens, columns = qkv.shape
     pairs = qkv.float()[:, : columns // 3 * 2].reshape(tokens, -1, rotary.head_size // 2, 2)
-    cosines, sines = rotary.table[positions.long()].view(tokens, 1, -1, 2).unbind(-1)
+    cosines, sines = rotary.table.float()[positions.long()].view(tokens, 1, -1, 2).unbind(-1)
     first, second = pairs.unbind(-1)
     rotated = torch.stack([first * cosines - second * sines, second * cosines + first * sines], -1)
     return torch.cat([rotated.reshape(tokens, -1), qkv.float()[:, columns // 3 * 2 :]], 1)
@@ -66,9 +71,9 @@ def rotate_pairs(
     if is_masked:
         is_rotated = (column < rotated_columns)[None, :]
         # The identity is a cosine of one and a sine of zero.
-        factors = tl.where(is_rotated, tl.load(at), tl.where(column % 2 == 0, 1.0, 0.0)[None, :])
+        factors = tl.where(is_rotated, tl.load(at).to(tl.float32), tl.where(column % 2 == 0, 1.0, 0.0)[None, :])
     else:
-        factors = tl.load(at)
+        factors = tl.load(at).to(tl.float32)
     cosine, sine = tl.split(tl.reshape(factors, (block_rows, block_columns // 2, 2)))
     first, second = tl.split(tl.reshape(value, (block_rows, block_columns // 2, 2)))
     rotated = tl.join(first * cosine - second * sine, second * cosine + first * sine)
