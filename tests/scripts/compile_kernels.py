@@ -191,7 +191,7 @@ def compile_pre_norm(capability: int, precision: str) -> None:
             {**has_gate, "norm_square_sums": None, "glu_kind": None},
         ):
             compile_for(
-                fused_linear._fused_linear, capability, {**sizes, **(descriptors if tile_config.has_descriptors else {})},
+                fused_linear._fused_linear, capability, sizes | (descriptors if tile_config.has_descriptors else {}),
                 {
                     **epilogue, "has_descriptors": tile_config.has_descriptors, "is_depth_divisible": True,
                     "is_rotation_masked": False, "is_persistent": tile_config.persistent > 0,

@@ -48,7 +48,7 @@ class Tuning:
 
     environment: str
     small_batch_max_tokens: int
-    # In half precision the number of a cuBLASLt candidate or the tiles of a fused GEMM, in 8 bits the name of a backend.
+    # In half precision the number of a cuBLASLt candidate or the tiles of a fused GEMM, in 8 bits a backend.
     gemms: tuple[tuple[GemmShape, Candidate | str], ...]
 
     def apply(self, encoder: PackedEncoder, cublaslt: CublasLtGemms) -> None:

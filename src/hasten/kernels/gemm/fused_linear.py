@@ -1,4 +1,4 @@
-"""Decide per GEMM of a pre-norm layer whether it runs fused in Triton, or by cuBLASLt with separate kernels around it."""
+"""Decide per GEMM of a pre-norm layer whether it runs fused in Triton, or by cuBLASLt with separate kernels."""
 
 from __future__ import annotations
 
