@@ -26,8 +26,8 @@ def _reproducible_arithmetic() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _exact_transformed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def exact_transformed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep weights that are transformed when they are read in fp32, where the interpreter computes in fp32.
 
     Weights of test models are rounded to half precision beforehand, but transformed ones would be rounded again.

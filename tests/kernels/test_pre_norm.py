@@ -16,8 +16,7 @@ from hasten.core.errors import UnsupportedError
 from hasten.core.tensors import BATCH, MASKS, SEQUENCE, Batch, DType, Signature, TensorSpec
 from hasten.core.variant import Variant
 from hasten.kernels.gemm.cublaslt import GemmShape
-from hasten.kernels.gemm.fused_linear import GLU, RESIDUAL, ROTARY
-from hasten.kernels.ops.fused_linear import LinearTileConfig
+from hasten.kernels.ops import attention
 from hasten.kernels.pre_norm_encoder import PreNormEncoder
 from hasten.kernels.weights import ranges
 from hasten.tasks import Pooling
@@ -29,7 +28,7 @@ MASK_ID = 4
 WINDOW = {"local_attention": 8}
 # Texts of one token, at the window's edges, and of up to three windows.
 LENGTHS = (1, 4, 5, 6, 8, 9, 10, 12, 13)
-FUSED = LinearTileConfig(16, 32, 32, 4, 2)
+pytestmark = pytest.mark.usefixtures("exact_transformed_weights")
 
 
 def signature_of(output: str, axes: tuple[Any, ...], mask_id: int | None = None) -> Signature:
@@ -37,29 +36,25 @@ def signature_of(output: str, axes: tuple[Any, ...], mask_id: int | None = None)
     return Signature(inputs, (TensorSpec(output, DType.FLOAT32, (*axes, 2)),), max_length=140, mask_id=mask_id)
 
 
-def check(module: Any, signature: Signature, folder: Path, batch: Batch, fused: LinearTileConfig | None = None) -> Any:
+def check(module: Any, signature: Signature, folder: Path, batch: Batch) -> Any:
     """Compare a module's fused session with PyTorch, and return its encoder."""
     artifact = BACKEND.make(Source(signature, {}, module), Variant.parse("fused-fp16@cuda"), folder)
     session, name = open_session(artifact), signature.outputs[0].name
-    session.slot.encoder.fused_linears.default = fused
     expected, actual = (each.run(batch)[name] for each in (ModuleSession(module, artifact, RunOptions(1)), session))
     assert actual.shape == expected.shape
     assert np.linalg.norm(actual - expected) / np.linalg.norm(expected) <= TOLERANCE
     return session.slot.encoder
 
 
-@pytest.mark.parametrize("fused", [None, FUSED], ids=["separate", "fused"])
 @pytest.mark.parametrize(
     "layer_types", [("full", "sliding", "sliding"), ("sliding", "full"), ("full",), ("sliding", "sliding")], ids=str
 )
-def test_states_match_at_window_edges(
-    layer_types: tuple[str, ...], fused: LinearTileConfig | None, tmp_path: Path
-) -> None:
+def test_states_match_at_window_edges(layer_types: tuple[str, ...], tmp_path: Path) -> None:
     options = WINDOW | {"layer_types": [f"{kind}_attention" for kind in layer_types]}
     module = Exportable(
         model_of("ModernBert", "Model", layers=len(layer_types), **options), INPUTS, ["last_hidden_state"]
     )
-    encoder = check(module, signature_of("last_hidden_state", (BATCH, SEQUENCE)), tmp_path, batch_of(*LENGTHS), fused)
+    encoder = check(module, signature_of("last_hidden_state", (BATCH, SEQUENCE)), tmp_path, batch_of(*LENGTHS))
     # The small-batch kernels have no window.
     assert encoder.small_batch_limit == 0
 
@@ -79,7 +74,7 @@ def test_small_batch_matches(length: int, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("lengths", [(7,), (20, 1, 13)], ids=["small", "large"])
 def test_classification_head_matches_for_every_pooling(lengths: tuple[int, ...], pooling: str, tmp_path: Path) -> None:
     model = model_of("ModernBert", "ForSequenceClassification", classifier_pooling=pooling)
-    check(Exportable(model, INPUTS, ["logits"]), signature_of("logits", (BATCH,)), tmp_path, batch_of(*lengths), FUSED)
+    check(Exportable(model, INPUTS, ["logits"]), signature_of("logits", (BATCH,)), tmp_path, batch_of(*lengths))
 
 
 def test_token_classification_head_matches(tmp_path: Path) -> None:
@@ -99,27 +94,14 @@ def test_embeddings_match(layers: int, pooling: Pooling, tmp_path: Path) -> None
     head = PoolingHead([pooling], [], normalize=True)
     model = model_of("ModernBert", "Model", layers=layers, **WINDOW)
     module = Pooled(model, INPUTS, ["embedding"], head)
-    check(module, signature_of("embedding", (BATCH,)), tmp_path, batch_of(17, 1, 6), FUSED)
+    check(module, signature_of("embedding", (BATCH,)), tmp_path, batch_of(17, 1, 6))
 
 
-def test_gemm_shapes_list_plain_and_fused_gemms(tmp_path: Path) -> None:
-    module = Exportable(model_of("ModernBert", "Model", layers=1), INPUTS, ["last_hidden_state"])
+def test_gemm_shapes_are_distinct(tmp_path: Path) -> None:
+    module = Exportable(model_of("ModernBert", "Model", layers=2), INPUTS, ["last_hidden_state"])
     encoder = check(module, signature_of("last_hidden_state", (BATCH, SEQUENCE)), tmp_path, batch_of(3))
-    sizes = {(192, 64): ROTARY, (64, 64): RESIDUAL, (64, 96): RESIDUAL}
-    assert set(encoder.gemm_shapes(48)) == {
-        *(GemmShape(48, *size) for size in sizes),
-        *(GemmShape(48, *size, epilogue=epilogue) for size, epilogue in sizes.items()),
-        GemmShape(48, 192, 64, epilogue=GLU),
-    }
-
-
-def test_choices_are_complete_and_run(tmp_path: Path) -> None:
-    """Tuning measures each choice of each fused GEMM; here all take as long, and the first one runs."""
-    module = Exportable(model_of("ModernBert", "Model", layers=1), INPUTS, ["last_hidden_state"])
-    encoder = check(module, signature_of("last_hidden_state", (BATCH, SEQUENCE)), tmp_path, batch_of(3))
-    for shape in encoder.gemm_shapes(16):
-        if shape.epilogue:
-            assert encoder.fused_linears.fastest(shape, lambda launch: (launch(), 0.0)[1]) == "separate"
+    # The linear layers qkv and up have the same shape.
+    assert encoder.gemm_shapes(48) == [GemmShape(48, *size) for size in ((192, 64), (64, 64), (64, 96))]
 
 
 @pytest.mark.parametrize(
@@ -141,6 +123,13 @@ def test_unsupported_options_are_rejected(options: dict[str, Any], message: str)
 def test_quantizers_of_a_module_are_rejected() -> None:
     with pytest.raises(UnsupportedError, match="does not support the quantizers of ModernBERT"):
         ranges(model_of("ModernBert", "Model", layers=1))
+
+
+def test_very_long_text_matches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Global layers use larger tiles than the layers with a window, which split them."""
+    monkeypatch.setattr(attention, "VERY_LONG_TOKENS", 100)
+    module = Exportable(model_of("ModernBert", "Model", **WINDOW), INPUTS, ["last_hidden_state"])
+    check(module, signature_of("last_hidden_state", (BATCH, SEQUENCE)), tmp_path, batch_of(130))
 
 
 def test_centered_residual_survives_large_means(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from hasten.kernels.ops import (
     attention_out_proj,
     embed,
     embed_norm,
-    fused_linear,
     gemm,
     glu,
     head,
@@ -37,7 +36,6 @@ WIDTH, INNER, SIZE = 768, 3072, 64
 POINTERS = {
     "ids": "*i32", "positions": "*i32", "token_types": "*i32", "tiles": "*i32", "sequence": "*i32", "starts": "*i32",
     "inverse_scales": "*fp32", "scale": "*fp32", "total": "*fp32", "next_total": "*fp32",
-    "square_sums": "*fp32", "norm_square_sums": "*fp32",
 }  # fmt: skip
 QUANTIZED = {"fp16": ("*fp16", 0.0), "fp8": ("*fp8e4nv", 448.0), "int8": ("*i8", 127.0)}
 # Shared memory per program, by compute capability.
@@ -156,13 +154,13 @@ def compile_pre_norm(capability: int, precision: str) -> None:
     compile_for(rms_norm._rms_norm, capability, quantized, {**common, "block": 1024, "rows_per_program": 4})
     blocks = {"block_rows": 4, "block_columns": 512}
     compile_for(glu._gated_activation, capability, quantized, {**common, **blocks, "gelu_kind": activation.EXACT})
-    tile_config = attention.windowed(attention.VERY_LONG_TILE_CONFIG)
-    for rows, window in ((attention.VERY_LONG_TILE_CONFIG.rows, -1), (tile_config.rows, 64)):
+    very_long = attention.VERY_LONG_TILE_CONFIG
+    for tile_config, window in ((very_long, -1), (attention.windowed(very_long), 64)):
         compile_for(
             attention._attention, capability, quantized,
             {
-                **common, "bias": None, "size": SIZE, "block": SIZE, "rows": rows, "keys": tile_config.keys,
-                "window": window, "parts": attention.VERY_LONG_TILE_CONFIG.rows // rows,
+                **common, "bias": None, "size": SIZE, "block": SIZE, "rows": tile_config.rows, "keys": tile_config.keys,
+                "window": window, "parts": very_long.rows // tile_config.rows,
             }, num_warps=tile_config.warps, num_stages=tile_config.stages,
         )  # fmt: skip
     has_rotation = {"head_size": SIZE, "glu_kind": None}
@@ -174,32 +172,8 @@ def compile_pre_norm(capability: int, precision: str) -> None:
             {**common, **small_batch, **epilogue, "has_channel_scales": precision == "int8", "has_norm": True},
             num_warps=8,
         )  # fmt: skip
-    if max_value:
-        return
-    compile_for(rotary._rotate, capability, sizes, {"head_size": SIZE, "block_rows": 8, "block_columns": 256})
-    no_residual = {"residual": None, "square_sums": None}
-    for tile_config in fused_linear.LINEAR_TILE_CONFIGS:
-        if tile_config.has_descriptors and capability < 90:
-            continue
-        descriptors = {
-            name: f"tensordesc<fp16[{rows}, {tile_config.depth}]>"
-            for name, rows in (("x", tile_config.rows), ("weight", tile_config.columns))
-        }
-        for epilogue in (
-            {**has_rotation, **no_residual},
-            {**has_gate, **no_residual},
-            {**has_gate, "norm_square_sums": None, "glu_kind": None},
-        ):
-            compile_for(
-                fused_linear._fused_linear, capability, sizes | (descriptors if tile_config.has_descriptors else {}),
-                {
-                    **epilogue, "has_descriptors": tile_config.has_descriptors, "is_depth_divisible": True,
-                    "is_rotation_masked": False, "is_persistent": tile_config.persistent > 0,
-                    "block_rows": tile_config.rows, "block_columns": tile_config.columns,
-                    "block_depth": tile_config.depth, "group_rows": 8,
-                }, num_warps=tile_config.warps, num_stages=tile_config.stages,
-            )  # fmt: skip
-        print(tile_config, flush=True)
+    if not max_value:
+        compile_for(rotary._rotate, capability, sizes, {"head_size": SIZE, "block_rows": 8, "block_columns": 256})
 
 
 if __name__ == "__main__":

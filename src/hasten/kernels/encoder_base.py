@@ -11,7 +11,6 @@ import torch
 
 from hasten.kernels.gemm.cublaslt import CublasLtGemms, GemmOperands, GemmShape
 from hasten.kernels.gemm.dispatch import GemmDispatch
-from hasten.kernels.gemm.fused_linear import FusedLinears
 from hasten.kernels.ops.attention import SINGLE_ROW_TILE_CONFIG, attention
 from hasten.kernels.ops.quantize import ActivationQuant
 
@@ -62,8 +61,6 @@ class PackedEncoder(ABC):
         self.gemm_dispatch = GemmDispatch(geometry.activation, dtype, cublaslt)
         # Receives the name and the input of each GEMM of a large batch, for calibration.
         self.observe: Callable[[str, Any], None] | None = None
-        # None where the kernels between GEMMs are never fused into them.
-        self.fused_linears: FusedLinears | None = None
         # The largest batch the small-batch kernels support, and the largest for which they are used (see tuning).
         self.small_batch_limit = self.small_batch_max_tokens = self._small_batch_limit(shared_bytes)
 

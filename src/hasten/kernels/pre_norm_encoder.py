@@ -1,8 +1,7 @@
 """A pre-norm encoder with rotary positions, gated feed-forward blocks and windowed layers (ModernBERT).
 
 Its weights are transformed when they are read (see `modernbert.py`) so that a norm is a factor per row, and rotation
-and gating work on adjacent columns. A large batch then needs five kernels per layer: GEMMs that include the norm before
-and the element-wise work behind them, or, where tuning finds it faster, cuBLASLt with separate kernels.
+and gating work on adjacent columns.
 """
 
 from __future__ import annotations
@@ -16,24 +15,15 @@ import torch
 
 from hasten.kernels.encoder_base import PackedBatch, PackedEncoder
 from hasten.kernels.gemm.cublaslt import GemmShape
-from hasten.kernels.gemm.fused_linear import GLU, RESIDUAL, ROTARY, FusedLinears
 from hasten.kernels.ops.attention import attention, tile_config_for, windowed
 from hasten.kernels.ops.attention_out_proj import attention_out_proj
 from hasten.kernels.ops.embed_norm import embed_norm
-from hasten.kernels.ops.fused_linear import (
-    LinearTileConfig,
-    Norm,
-    Rotation,
-    linear_residual,
-    norm_linear_glu,
-    norm_linear_rotary,
-)
 from hasten.kernels.ops.glu import gated_activation
 from hasten.kernels.ops.linear_accumulate import linear_accumulate
 from hasten.kernels.ops.norm import layer_norm
 from hasten.kernels.ops.rms_linear import rms_linear
-from hasten.kernels.ops.rms_norm import add_and_sum_squares, rms_norm
-from hasten.kernels.ops.rotary import Rotary, rotate
+from hasten.kernels.ops.rms_norm import rms_norm
+from hasten.kernels.ops.rotary import Rotary, Rotation, rotate
 from hasten.kernels.ops.small_batch import Tile
 
 
@@ -70,16 +60,7 @@ _TILES = {
 }
 # The smallest side of a tile that tensor cores support.
 _MIN_SIDE = 16
-_EPILOGUES = {"qkv": ROTARY, "out": RESIDUAL, "up": GLU, "down": RESIDUAL}
-
-
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """The residual, and the input of the next GEMM: normalized, or to be normalized by that GEMM."""
-
-    residual: Any
-    gemm_input: Any
-    norm: Norm | None = None
+_LINEARS = ("qkv", "out", "up", "down")
 
 
 class PreNormEncoder(PackedEncoder):
@@ -93,9 +74,6 @@ class PreNormEncoder(PackedEncoder):
         self._global_rotary, self._local_rotary = (
             Rotary.of(theta, geometry.positions, geometry.width // geometry.heads, embeddings.device, embeddings.dtype)
             for theta in (geometry.global_theta, geometry.local_theta)
-        )
-        self.fused_linears = FusedLinears(
-            self.cublaslt, embeddings.dtype, geometry.activation, geometry.eps, self._global_rotary
         )
 
     def small_batch(self, batch: PackedBatch) -> Any:
@@ -134,41 +112,40 @@ class PreNormEncoder(PackedEncoder):
 
     def large_batch(self, batch: PackedBatch, rows: Any | None = None) -> Any:
         """Return the hidden states of a batch of any size; with `rows`, of those tokens only."""
-        geometry, tokens = self.geometry, batch.ids.shape[0]
-        stream = self._embed_large(batch)
-        # Fused GEMMs add to the sums of squares of their rows.
-        square_sums = torch.zeros((2 * geometry.layers, tokens), dtype=torch.float32, device=batch.ids.device)
+        geometry, weights = self.geometry, self._weights
+        # The first layer has the norm of the embeddings only.
+        x, residual = embed_norm(
+            batch.ids, weights["word_embeddings"], weights["embedding_norm.weight"], geometry.eps,
+            self._quants.get("0.qkv"),
+        )  # fmt: skip
         for layer in range(geometry.layers):
             is_last = layer == geometry.layers - 1
-            qkv = self._qkv(stream, batch, layer)
+            qkv = self._linear(x, f"{layer}.qkv")
+            rotate(qkv, self._rotation(batch, layer))
             if rows is None or not is_last:
                 context = self._attend(qkv, batch, layer)
             else:
                 # Unused sequences of the bucket start behind the last token.
-                rows = rows.clamp(max=tokens - 1)
+                rows = rows.clamp(max=len(residual) - 1)
                 context = self._attend_rows(qkv, batch, rows, f"{layer}.out", self._window(layer))
-                stream = replace(stream, residual=stream.residual[rows])
-            stream = self._add(context, stream.residual, f"{layer}.out", f"{layer}.up", square_sums[2 * layer])
-            inner = self._up(stream, layer)
+                residual = residual[rows]
+            y = self._linear(context, f"{layer}.out")
+            x, residual = rms_norm(y, residual, geometry.eps, self._quants.get(f"{layer}.up"))
+            up = self._linear(x, f"{layer}.up")
+            inner = gated_activation(up, geometry.activation, self._quants.get(f"{layer}.down"))
+            y = self._linear(inner, f"{layer}.down")
             if not is_last:
-                down, next_qkv = f"{layer}.down", f"{layer + 1}.qkv"
-                stream = self._add(inner, stream.residual, down, next_qkv, square_sums[2 * layer + 1])
-        return self._final_norm(self._linear(inner, f"{layer}.down"), stream.residual)
+                x, residual = rms_norm(y, residual, geometry.eps, self._quants.get(f"{layer + 1}.qkv"))
+        return self._final_norm(y, residual)
 
     def gemm_shapes(self, tokens: int) -> list[GemmShape]:
-        """Return the distinct GEMMs of all layers as cuBLASLt runs them, then as they are fused."""
+        """Return the distinct GEMMs of all layers, as `large_batch` runs them."""
         shapes: dict[GemmShape, None] = {}
         for layer in range(self.geometry.layers):
-            for name in _EPILOGUES:
+            for name in _LINEARS:
                 columns, depth = self._weights[f"{layer}.{name}.weight"].shape
                 shapes[GemmShape(tokens, columns, depth, input_dtype=self._dtype_of(f"{layer}.{name}"))] = None
-        fused = {
-            self._fused_shape(tokens, f"{layer}.{name}"): None
-            for layer in range(self.geometry.layers)
-            for name in _EPILOGUES
-            if self._can_fuse(f"{layer}.{name}")
-        }
-        return [*shapes, *fused]
+        return list(shapes)
 
     def _small_batch_limit(self, shared_bytes: int | None) -> int:
         geometry = self.geometry
@@ -193,29 +170,6 @@ class PreNormEncoder(PackedEncoder):
                 self._tiles[max_tokens] = fitted
         return max(self._tiles, default=0)
 
-    def _embed_large(self, batch: PackedBatch) -> _Stream:
-        """Return the embeddings, whose norm is also that of the first layer: its factor is one."""
-        geometry, weights, tokens = self.geometry, self._weights, batch.ids.shape[0]
-        x, residual = embed_norm(
-            batch.ids, weights["word_embeddings"], weights["embedding_norm.weight"], geometry.eps,
-            self._quants.get("0.qkv"),
-        )  # fmt: skip
-        if self._tile_config(tokens, "0.qkv") is None:
-            return _Stream(residual, x)
-        square_sums = torch.full((tokens,), geometry.width * (1.0 - geometry.eps), device=x.device)
-        return _Stream(residual, x, Norm(square_sums, geometry.eps))
-
-    def _qkv(self, stream: _Stream, batch: PackedBatch, layer: int) -> Any:
-        rotation, name = self._rotation(batch, layer), f"{layer}.qkv"
-        if stream.norm is not None:
-            tile_config = self._tile_config(len(stream.gemm_input), name)
-            weight = self._weights[f"{name}.weight"]
-            assert tile_config is not None
-            return norm_linear_rotary(stream.gemm_input, weight, stream.norm, rotation, tile_config)
-        qkv = self._linear(stream.gemm_input, name)
-        rotate(qkv, rotation.positions, rotation.rotary)
-        return qkv
-
     def _attend(self, qkv: Any, batch: PackedBatch, layer: int) -> Any:
         tile_config = tile_config_for(batch.ids.shape[0], batch.starts.shape[0] - 1)
         window, quant = self._window(layer), self._quants.get(f"{layer}.out")
@@ -224,31 +178,6 @@ class PreNormEncoder(PackedEncoder):
             qkv, batch.tiles, self.geometry.heads, None, quant,
             window=window, tile_config=part, parts=tile_config.rows // part.rows,
         )  # fmt: skip
-
-    def _up(self, stream: _Stream, layer: int) -> Any:
-        name, kind = f"{layer}.up", self.geometry.activation
-        if stream.norm is not None:
-            tile_config = self._tile_config(len(stream.gemm_input), name)
-            assert tile_config is not None
-            return norm_linear_glu(stream.gemm_input, self._weights[f"{name}.weight"], stream.norm, kind, tile_config)
-        return gated_activation(self._linear(stream.gemm_input, name), kind, self._quants.get(f"{layer}.down"))
-
-    def _add(self, x: Any, residual: Any, linear: str, next_linear: str, square_sums: Any) -> _Stream:
-        """Add a linear layer of x to the residual, and prepare the input of the next linear layer."""
-        rows, eps = len(x), self.geometry.eps
-        norm = Norm(square_sums[:rows], eps) if self._tile_config(rows, next_linear) is not None else None
-        tile_config = self._tile_config(rows, linear)
-        if tile_config is not None:
-            weight, sums = self._weights[f"{linear}.weight"], None if norm is None else norm.square_sums
-            total = linear_residual(x, weight, residual, sums, tile_config)
-            if norm is None:
-                return _Stream(*rms_norm(total, eps, None, self._quants.get(next_linear)))
-            return _Stream(total, total, norm)
-        y = self._linear(x, linear)
-        if norm is None:
-            return _Stream(*rms_norm(y, eps, residual, self._quants.get(next_linear)))
-        total = add_and_sum_squares(y, residual, norm.square_sums)
-        return _Stream(total, total, norm)
 
     def _final_norm(self, x: Any, residual: Any | None = None, *, use_pdl: bool = False) -> Any:
         weight, bias = (self._weights[f"final_norm.{part}"] for part in ("weight", "bias"))
@@ -260,18 +189,3 @@ class PreNormEncoder(PackedEncoder):
 
     def _window(self, layer: int) -> int | None:
         return None if layer in self.geometry.global_layers else self.geometry.window
-
-    def _tile_config(self, tokens: int, name: str) -> LinearTileConfig | None:
-        """Return the tiles of a GEMM that runs fused, or None."""
-        if self.fused_linears is None or not self._can_fuse(name):
-            return None
-        return self.fused_linears.tile_config(self._fused_shape(tokens, name))
-
-    def _can_fuse(self, name: str) -> bool:
-        """Return whether the GEMM and its output are in half precision."""
-        layer, _, kind = name.partition(".")
-        return name not in self._quants and not (kind == "up" and f"{layer}.down" in self._quants)
-
-    def _fused_shape(self, tokens: int, name: str) -> GemmShape:
-        columns, depth = self._weights[f"{name}.weight"].shape
-        return GemmShape(tokens, columns, depth, epilogue=_EPILOGUES[name.partition(".")[2]])

@@ -33,7 +33,6 @@ from hasten.kernels.cuda.replay import gc_paused
 from hasten.kernels.encoder_base import PackedEncoder
 from hasten.kernels.gemm.cublaslt import MAX_CANDIDATES, CublasLtGemms, GemmShape, library_version
 from hasten.kernels.gemm.dispatch import BACKEND_NAME
-from hasten.kernels.gemm.fused_linear import LINEAR_NAME
 from hasten.kernels.packing import MAX_TOKENS, pack, unpack
 
 FILE = "tuning.json"
@@ -48,7 +47,7 @@ class Tuning:
 
     environment: str
     small_batch_max_tokens: int
-    # In half precision the number of a cuBLASLt candidate or the tiles of a fused GEMM, in 8 bits a backend.
+    # In half precision the number of a cuBLASLt candidate, in 8 bits the name of a GEMM backend.
     gemms: tuple[tuple[GemmShape, Candidate | str], ...]
 
     def apply(self, encoder: PackedEncoder, cublaslt: CublasLtGemms) -> None:
@@ -94,29 +93,21 @@ def tune(encoder: PackedEncoder, cublaslt: CublasLtGemms, max_batch_tokens: int 
     """Measure the fastest choices, which takes some seconds."""
     with torch.inference_mode():
         shapes = [shape for tokens in bucket_sizes(max_batch_tokens) for shape in encoder.gemm_shapes(tokens)]
-        gemms: dict[GemmShape, int | str] = {
+        gemms = {
             shape: encoder.gemm_dispatch.fastest(shape, measure_seconds)
             if shape.input_dtype
             else cublaslt.fastest(shape, measure_seconds)
             for shape in shapes
-            if not shape.epilogue
         }
-        # Fused GEMMs and the small-batch kernels are compared with the tuned GEMMs.
+        # The small-batch kernels are compared with the tuned GEMMs.
         _choose(encoder, cublaslt, gemms)
-        if encoder.fused_linears is not None:
-            fused = [shape for shape in shapes if shape.epilogue]
-            gemms |= {shape: encoder.fused_linears.fastest(shape, measure_seconds) for shape in fused}
-            _choose(encoder, cublaslt, gemms)
         small_batch_max_tokens = _find_small_batch_max_tokens(encoder)
     return Tuning(environment(cublaslt), small_batch_max_tokens, tuple(gemms.items()))
 
 
 def _choose(encoder: PackedEncoder, cublaslt: CublasLtGemms, gemms: Mapping[GemmShape, int | str]) -> None:
     cublaslt.choose({shape: choice for shape, choice in gemms.items() if isinstance(choice, int)})
-    names = {shape: choice for shape, choice in gemms.items() if isinstance(choice, str)}
-    encoder.gemm_dispatch.choose({shape: name for shape, name in names.items() if not shape.epilogue})
-    if encoder.fused_linears is not None:
-        encoder.fused_linears.choose({shape: name for shape, name in names.items() if shape.epilogue})
+    encoder.gemm_dispatch.choose({shape: choice for shape, choice in gemms.items() if isinstance(choice, str)})
 
 
 def bucket_sizes(max_batch_tokens: int) -> list[int]:
@@ -164,11 +155,9 @@ def _read(file: Path) -> Tuning | None:
         tuning = msgspec.json.decode(file.read_bytes(), type=Tuning)
     except (OSError, ValueError):  # msgspec's errors are ValueErrors
         return None
-    return tuning if all(_is_valid(shape, choice) for shape, choice in tuning.gemms) else None
-
-
-def _is_valid(shape: GemmShape, choice: int | str) -> bool:
-    if not isinstance(choice, str):
-        return not shape.input_dtype and not shape.epilogue
-    names = LINEAR_NAME if shape.epilogue else BACKEND_NAME
-    return bool(shape.input_dtype or shape.epilogue) and names.fullmatch(choice) is not None
+    is_valid = all(
+        isinstance(choice, str) == bool(shape.input_dtype)
+        and (isinstance(choice, int) or BACKEND_NAME.fullmatch(choice))
+        for shape, choice in tuning.gemms
+    )
+    return tuning if is_valid else None

@@ -46,8 +46,6 @@ class GemmShape:
     # PyTorch's names (float8_e4m3fn, int8) of the dtypes; empty for half precision.
     input_dtype: str = ""
     output_dtype: str = ""
-    # Work that a Triton GEMM includes (see `fused_linear`).
-    epilogue: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Self-attention over packed sequences of mixed lengths (varlen), all in one launch.
 
-With a window, a query attends to the keys at most so many positions away, and only their blocks are visited: time
+With a window, a query attends to the keys at most `window` positions away, and only their blocks are visited: time
 grows linearly with the length.
 """
 
@@ -31,8 +31,9 @@ class AttentionTileConfig:
 # Measured on an H200.
 TILE_CONFIGS = {24: AttentionTileConfig(16, 16, 1, 3), 96: AttentionTileConfig(64, 16, 4, 4)}
 LONG_TILE_CONFIG = AttentionTileConfig(64, 64, 4, 3)
-# Beyond a mean capacity of 512 tokens per sequence, many keys reuse a query tile.
+# Beyond a mean capacity of 512 tokens per sequence, many keys reuse a query tile; within a window, few do.
 VERY_LONG_TOKENS, VERY_LONG_TILE_CONFIG = 512, AttentionTileConfig(128, 64, 8, 3)
+WINDOW_TILE_CONFIG = AttentionTileConfig(64, 32, 4, 3)
 # For picked rows, each in its own tile: 16 rows are the fewest that tensor cores support.
 SINGLE_ROW_TILE_CONFIG = AttentionTileConfig(16, 64, 4, 3)
 
@@ -45,8 +46,8 @@ def tile_config_for(tokens: int, sequences: int) -> AttentionTileConfig:
 
 
 def windowed(tile_config: AttentionTileConfig) -> AttentionTileConfig:
-    """Return the configuration for attention within a window: tiles of more rows would visit more keys in vain."""
-    return LONG_TILE_CONFIG if tile_config.rows > LONG_TILE_CONFIG.rows else tile_config
+    """Return the configuration for attention within a window: larger tiles would visit more keys in vain."""
+    return WINDOW_TILE_CONFIG if tile_config.keys > WINDOW_TILE_CONFIG.keys else tile_config
 
 
 def reference(qkv: Any, starts: Any, heads: int, bias: Any | None = None, window: int | None = None) -> Any:

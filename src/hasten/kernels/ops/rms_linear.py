@@ -7,17 +7,31 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
-from hasten.kernels.ops.fused_linear import Rotation
 from hasten.kernels.ops.glu import gate
+from hasten.kernels.ops.glu import reference as glu_reference
 from hasten.kernels.ops.pdl import pdl_options, wait_for_previous_kernel
 from hasten.kernels.ops.quantize import ActivationQuant, clamp_to_range, load_inverse_scale
-from hasten.kernels.ops.rotary import rotate_pairs
+from hasten.kernels.ops.rotary import Rotation, rotate_pairs
+from hasten.kernels.ops.rotary import reference as rotary_reference
 from hasten.kernels.ops.small_batch import Tile, weight_options
 
 _TILE = Tile(16, 64, 8)
+
+
+def reference(
+    x: Any, eps: float | None, weight: Any, rotation: Rotation | None = None, glu_kind: str | None = None
+) -> Any:
+    """Compute the linear layer with its norm, and rotation or gated activation, in plain PyTorch."""
+    if eps is not None:
+        x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + eps)
+    y = x.float() @ weight.float().T
+    if rotation is not None:
+        return rotary_reference(y, rotation)
+    return y if glu_kind is None else glu_reference(y, glu_kind)
 
 
 def rms_linear(
@@ -35,8 +49,7 @@ def rms_linear(
 ) -> None:
     """Write the layer's outputs for x (tokens, width) in fp32, divided by its root mean square unless `eps` is None.
 
-    The tile's columns must divide those of the weight. See `small_batch` for `scale` and `quant`; the plain PyTorch
-    definition is that of `fused_linear`.
+    The tile's columns must divide those of the weight. See `small_batch` for `scale` and `quant`.
     """
     tokens, width = x.shape
     columns = weight.shape[0]

@@ -1,4 +1,4 @@
-"""Rotary position embeddings of queries and keys, in place, or inside the GEMM that computes them.
+"""Rotary position embeddings of queries and keys, in place, or inside the small-batch GEMM that computes them.
 
 The channels of a pair are adjacent: `weights` reorders the columns of queries and keys, whose products do not depend on
 the order.
@@ -26,8 +26,7 @@ class Rotary:
     def of(cls, theta: float, positions: int, head_size: int, device: Any, dtype: Any = torch.float32) -> Rotary:
         """Compute the table on the CPU in fp32, like transformers, and copy it to the device.
 
-        For encoders in fp16 or bf16 it is in fp16, whose rounding is that of the queries and keys: it takes fewer
-        registers of a GEMM.
+        For encoders in fp16 or bf16 it is in fp16, which rounds no more than the queries and keys themselves.
         """
         frequencies = 1.0 / theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
         angles = torch.arange(positions).float()[:, None] * frequencies
@@ -40,23 +39,31 @@ class Rotary:
         return int(self.table.shape[1])
 
 
-def reference(qkv: Any, positions: Any, rotary: Rotary) -> Any:
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rotation of a batch: the position of each token, and the table."""
+
+    positions: Any
+    rotary: Rotary
+
+
+def reference(qkv: Any, rotation: Rotation) -> Any:
     """Rotate in plain PyTorch."""
-    tokens, columns = qkv.shape
+    rotary, (tokens, columns) = rotation.rotary, qkv.shape
     pairs = qkv.float()[:, : columns // 3 * 2].reshape(tokens, -1, rotary.head_size // 2, 2)
-    cosines, sines = rotary.table.float()[positions.long()].view(tokens, 1, -1, 2).unbind(-1)
+    cosines, sines = rotary.table.float()[rotation.positions.long()].view(tokens, 1, -1, 2).unbind(-1)
     first, second = pairs.unbind(-1)
     rotated = torch.stack([first * cosines - second * sines, second * cosines + first * sines], -1)
     return torch.cat([rotated.reshape(tokens, -1), qkv.float()[:, columns // 3 * 2 :]], 1)
 
 
-def rotate(qkv: Any, positions: Any, rotary: Rotary) -> None:
+def rotate(qkv: Any, rotation: Rotation) -> None:
     """Rotate the queries and keys of qkv (tokens, 3 × width) in place."""
     rows, columns = qkv.shape
     rotated_columns = columns // 3 * 2
     _rotate[(triton.cdiv(rotated_columns, _COLUMNS), triton.cdiv(rows, _ROWS))](
-        qkv, positions, rotary.table, rows, columns, rotated_columns,
-        head_size=rotary.head_size, block_rows=_ROWS, block_columns=_COLUMNS, num_warps=4,
+        qkv, rotation.positions, rotation.rotary.table, rows, columns, rotated_columns,
+        head_size=rotation.rotary.head_size, block_rows=_ROWS, block_columns=_COLUMNS, num_warps=4,
     )  # fmt: skip
 
 
