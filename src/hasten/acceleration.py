@@ -101,8 +101,8 @@ class FusedForward:
     def __init__(self, base: Any, dtype: Any) -> None:
         import torch
 
+        from hasten.kernels.architectures import encoder_class
         from hasten.kernels.cuda.replay import GraphReplay
-        from hasten.kernels.encoder import Encoder
         from hasten.kernels.gemm.cublaslt import CublasLtGemms
         from hasten.kernels.ops.pdl import shared_bytes
         from hasten.kernels.packing import unpack
@@ -115,6 +115,8 @@ class FusedForward:
         update_wrapper(self, base.forward)
         model = cast(read(base), dtype)
         self._geometry, self._weights = model.geometry, model.weights
+        self._max_positions = getattr(self._geometry, "positions", None)
+        self._has_relative_positions = self._max_positions is not None or "relative_position_bias" in self._weights
         self._device = self._weights["word_embeddings"].device
         is_gpu = self._device.type == CUDA
         use_pdl = is_gpu and torch.cuda.get_device_capability(self._device) >= HOPPER
@@ -123,7 +125,9 @@ class FusedForward:
             # The handle belongs to the current device.
             self._cublaslt = cublaslt = CublasLtGemms(dtype, self._device) if is_gpu else None
         shared = shared_bytes(self._device.index or 0) if is_gpu else None
-        encoder = Encoder(self._geometry, self._weights, use_pdl=use_pdl, cublaslt=cublaslt, shared_bytes=shared)
+        encoder = encoder_class(self._geometry)(
+            self._geometry, self._weights, use_pdl=use_pdl, cublaslt=cublaslt, shared_bytes=shared
+        )
         self._replay = GraphReplay(
             lambda buffer, bucket: encoder(unpack(buffer, bucket)), str(self._device), keep_results_on_device=True
         )
@@ -226,7 +230,7 @@ class FusedForward:
             ("position", "position_embeddings", positions),
             ("token type", "token_type_embeddings", values.get(_TYPES)),
         ):
-            if indices is not None:
+            if indices is not None and table in self._weights:
                 check_ids(name, indices, len(self._weights[table]))
         # Not inference_mode: the caller may use the result in autograd like any other tensor.
         with torch.no_grad():
@@ -238,10 +242,12 @@ class FusedForward:
 
     def _positions(self, ids: IntArray, is_seen: BoolArray) -> IntArray:
         """Return the position of each unmasked token: left padding shifts BERT's positions, but not RoBERTa's."""
-        if "relative_position_bias" in self._weights:
+        if self._has_relative_positions:
             begins = (is_seen[:, 1:] & ~is_seen[:, :-1]).sum(axis=1) + is_seen[:, 0]
             if (begins > 1).any():
                 raise _NotFusedError("the mask has holes, and the model has relative positions")
+        if self._max_positions is not None and ids.shape[1] > self._max_positions:
+            raise _NotFusedError(f"rows are longer than {self._max_positions} tokens")
         padding = self._geometry.position_offset - 1
         if padding < 0:
             return np.nonzero(is_seen)[1]

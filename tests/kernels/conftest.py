@@ -26,6 +26,24 @@ def _reproducible_arithmetic() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def exact_transformed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep weights that are transformed when they are read in fp32, where the interpreter computes in fp32.
+
+    Weights of test models are rounded to half precision beforehand, but transformed ones would be rounded again.
+    """
+    from hasten.kernels import weights
+    from hasten.kernels.pre_norm_encoder import PreNormGeometry
+
+    cast = weights.cast
+    if DEVICE == "cpu":
+        monkeypatch.setattr(
+            weights,
+            "cast",
+            lambda model, dtype: model if type(model.geometry) is PreNormGeometry else cast(model, dtype),
+        )
+
+
 @pytest.fixture(autouse=True)
 def _no_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip tuning: the sizes of the test models are irrelevant."""

@@ -21,6 +21,7 @@ from hasten.core.system.hardware import this_machine
 from support.models import fused_encoders, tiny_encoders
 from support.models.fused_encoders import DEVICE, FAMILIES, FEW_LAYERS, POSITIONS, TOLERANCE
 
+pytestmark = pytest.mark.usefixtures("exact_transformed_weights")
 QUICK = ("Bert", "Albert")
 SLOW = ("TokenClassification", "QuestionAnswering", "MaskedLM", "MultipleChoice")
 families = pytest.mark.parametrize(

@@ -30,7 +30,8 @@ from support.models.fused_encoders import FAMILIES, FEW_LAYERS, TOLERANCE, batch
 INPUTS = ("input_ids", "attention_mask")
 VARIANT = Variant("fused", Precision.FP16, "cuda")
 # The other families differ from these in parameter names only.
-QUICK = ("Bert", "MPNet", "Albert")
+pytestmark = pytest.mark.usefixtures("exact_transformed_weights")
+QUICK = ("Bert", "MPNet", "Albert", "ModernBert")
 MASK_ID = 4
 
 

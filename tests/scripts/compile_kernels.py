@@ -19,12 +19,17 @@ from hasten.kernels.ops import (
     attention,
     attention_out_proj,
     embed,
+    embed_norm,
     gemm,
+    glu,
     head,
     linear_accumulate,
     norm,
     norm_linear,
     pool,
+    rms_linear,
+    rms_norm,
+    rotary,
 )
 
 WIDTH, INNER, SIZE = 768, 3072, 64
@@ -84,11 +89,12 @@ def compile_kernels(capability: int, precision: str) -> None:
         compile_for(
             attention._attention, capability, {**sizes, "softmax_scale": "fp32", "out": pointer},
             {
-                **common, **({} if has_bias else {"bias": None}), "size": size, "block": size,
+                **common, **({} if has_bias else {"bias": None}), "size": size, "block": size, "window": -1, "parts": 1,
                 "rows": tile_config.rows, "keys": tile_config.keys,
             },
             num_warps=tile_config.warps, num_stages=tile_config.stages,
         )  # fmt: skip
+    compile_pre_norm(capability, precision)
     has_channel_scales = precision == "int8"
     small_batch = {**common, "has_channel_scales": has_channel_scales, "use_pdl": use_pdl}
     compile_for(
@@ -135,6 +141,39 @@ def compile_kernels(capability: int, precision: str) -> None:
                 fits=tile_config == gemm.DEFAULT_TILES,
             )  # fmt: skip
         print(tile_config, flush=True)
+
+
+def compile_pre_norm(capability: int, precision: str) -> None:
+    """Compile the kernels of pre-norm encoders."""
+    pointer, max_value = QUANTIZED[precision]
+    names = ("rows", "columns", "depth", "width", "tokens", "rotated_columns", "distance_count")
+    sizes = dict.fromkeys(names, "i32") | {"eps": "fp32", "softmax_scale": "fp32"}
+    common = {"max_value": max_value, "is_per_tensor": precision != "int8"}
+    quantized = {**sizes, "out": pointer, "total": "*fp16"}
+    compile_for(embed_norm._embed_norm, capability, quantized, {**common, "block": 1024})
+    compile_for(rms_norm._rms_norm, capability, quantized, {**common, "block": 1024, "rows_per_program": 4})
+    blocks = {"block_rows": 4, "block_columns": 512}
+    compile_for(glu._gated_activation, capability, quantized, {**common, **blocks, "gelu_kind": activation.EXACT})
+    very_long = attention.VERY_LONG_TILE_CONFIG
+    for tile_config, window in ((very_long, -1), (attention.windowed(very_long), 64)):
+        compile_for(
+            attention._attention, capability, quantized,
+            {
+                **common, "bias": None, "size": SIZE, "block": SIZE, "rows": tile_config.rows, "keys": tile_config.keys,
+                "window": window, "parts": very_long.rows // tile_config.rows,
+            }, num_warps=tile_config.warps, num_stages=tile_config.stages,
+        )  # fmt: skip
+    has_rotation = {"head_size": SIZE, "glu_kind": None}
+    has_gate = {"positions": None, "table": None, "head_size": 0, "glu_kind": activation.EXACT}
+    small_batch = {"use_pdl": capability >= 90, "width": WIDTH, "block": 1024, "block_rows": 16, "block_columns": 64}
+    for epilogue in (has_rotation, has_gate):
+        compile_for(
+            rms_linear._rms_linear, capability, {**sizes, "x": "*fp32", "weight": pointer},
+            {**common, **small_batch, **epilogue, "has_channel_scales": precision == "int8", "has_norm": True},
+            num_warps=8,
+        )  # fmt: skip
+    if not max_value:
+        compile_for(rotary._rotate, capability, sizes, {"head_size": SIZE, "block_rows": 8, "block_columns": 256})
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from hasten.kernels.gemm.cublaslt import CublasLtGemms, GemmOperands, GemmShape
-from hasten.kernels.gemm.dispatch import GemmDispatch
+from hasten.kernels.encoder_base import PackedBatch, PackedEncoder
+from hasten.kernels.gemm.cublaslt import GemmOperands, GemmShape
 from hasten.kernels.ops.activation import TANH, activate
-from hasten.kernels.ops.attention import SINGLE_ROW_TILE_CONFIG, attention, tile_config_for
+from hasten.kernels.ops.attention import attention, tile_config_for
 from hasten.kernels.ops.attention_out_proj import attention_out_proj
 from hasten.kernels.ops.embed import embed
 from hasten.kernels.ops.linear_accumulate import linear_accumulate
@@ -39,21 +39,6 @@ class Geometry:
     position_offset: int = 0
     # Whether all layers share their weights, as in ALBERT.
     is_shared: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PackedBatch:
-    """A padding-free batch on the device: id, position and token type per token, and the bounds of the sequences."""
-
-    ids: Any
-    positions: Any
-    token_types: Any
-    # The sequence of each token; −1 past the end.
-    sequence: Any
-    # The first token of each sequence, then the end of the last one.
-    starts: Any
-    # From `attention.query_tiles`, for `attention.tile_config_for`.
-    tiles: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,48 +77,25 @@ _WIDE = {
 }
 
 
-class Encoder:
-    """An encoder with its weights on the device.
+class Encoder(PackedEncoder):
+    """A post-norm encoder with its weights on the device."""
 
-    `use_pdl` lets kernels overlap (Hopper and newer), `cublaslt` is needed on a GPU, and `shared_bytes` is the shared
-    memory that one program may use there.
-    """
+    geometry: Geometry
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        weights: Mapping[str, Any],
-        *,
-        use_pdl: bool = False,
-        cublaslt: CublasLtGemms | None = None,
-        shared_bytes: int | None = None,
-    ) -> None:
-        self.geometry = geometry
-        self._weights = weights
+    def __init__(self, geometry: Geometry, weights: Mapping[str, Any], **options: Any) -> None:
+        super().__init__(geometry, weights, **options)
         # The index of each layer's weights; layers that share weights use those of layer 0.
         self._layers = [0] * geometry.layers if geometry.is_shared else range(geometry.layers)
-        self.use_pdl = use_pdl
-        self.cublaslt = cublaslt
-        suffix = ".inverse_scales"
-        quantized = [name.removesuffix(suffix) for name in weights if name.endswith(suffix)]
-        self._quants = {
-            name: ActivationQuant(weights[f"{name}{suffix}"], weights[f"{name}.weight"].dtype) for name in quantized
-        }
-        dtype = weights["word_embeddings"].dtype if weights else None
-        self.gemm_dispatch = GemmDispatch(geometry.activation, dtype, cublaslt)
-        table = _NARROW if geometry.width < 512 else _WIDE
-        has_small_kernels = "embedding_projection.weight" not in weights
+
+    def _small_batch_limit(self, shared_bytes: int | None) -> int:
+        table = _NARROW if self.geometry.width < 512 else _WIDE
+        has_small_kernels = "embedding_projection.weight" not in self._weights
         self._layer_tiles = {
             max_tokens: tiles
             for max_tokens, tiles in table.items()
-            if has_small_kernels and tiles.fits(geometry, shared_bytes)
+            if has_small_kernels and tiles.fits(self.geometry, shared_bytes)
         }
-        # The largest batch the small-batch kernels support, and the largest for which they are used (see tuning).
-        self.small_batch_limit = self.small_batch_max_tokens = max(self._layer_tiles, default=0)
-
-    def __call__(self, batch: PackedBatch) -> Any:
-        is_small = batch.ids.shape[0] <= self.small_batch_max_tokens
-        return self.small_batch(batch) if is_small else self.large_batch(batch)
+        return max(self._layer_tiles, default=0)
 
     def small_batch(self, batch: PackedBatch) -> Any:
         """Return the hidden states of a small batch: four kernels per layer, accumulating in fp32."""
@@ -204,15 +166,6 @@ class Encoder:
         x = torch.addmm(weights["embedding_projection.bias"], x, weights["embedding_projection.weight"].T)
         return x, x if quant is None else activate(x, None, quant)
 
-    def _attend_rows(self, qkv: Any, batch: PackedBatch, rows: Any, next_linear: str) -> Any:
-        """Compute attention for these query rows only, over all keys of their sequences."""
-        sequence = batch.sequence[rows]
-        tiles = torch.stack([rows, batch.starts[sequence], batch.starts[sequence + 1]], dim=1)
-        quant, position_bias = self._quants.get(next_linear), self._weights.get("relative_position_bias")
-        context = attention(qkv, tiles, self.geometry.heads, position_bias, quant, tile_config=SINGLE_ROW_TILE_CONFIG)
-        # PyTorch cannot index fp8 tensors: view them as bytes.
-        return context[rows] if quant is None else context.view(torch.uint8)[rows].view(quant.dtype)
-
     def gemm_shapes(self, tokens: int) -> list[GemmShape]:
         """Return the distinct GEMMs of all layers, as `large_batch` runs them."""
         width, inner, is_tanh = self.geometry.width, self.geometry.inner, self.geometry.activation == TANH
@@ -229,18 +182,6 @@ class Encoder:
                 shapes[GemmShape(tokens, columns, depth, has_bias, has_gelu, input_dtype, output_dtype)] = name
         return list(shapes)
 
-    def _dtype_of(self, name: str) -> str:
-        quant = self._quants.get(name)
-        return "" if quant is None else str(quant.dtype).removeprefix("torch.")
-
-    def _linear(self, x: Any, name: str, *, has_bias: bool = False, has_gelu: bool = False) -> Any:
-        weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"] if has_bias else None
-        if name in self._quants:
-            return self.gemm_dispatch(GemmOperands(x, weight, self._weights[f"{name}.scale"], bias))
-        if self.cublaslt is not None:
-            return self.cublaslt(x, weight, bias, has_gelu=has_gelu)
-        return torch.mm(x, weight.T) if bias is None else torch.addmm(bias, x, weight.T)
-
     def _linear_gelu(self, x: Any, name: str, next_linear: str) -> Any:
         """Fuse GELU into the GEMM where possible; cuBLAS has the tanh approximation only, and cannot quantize fp16."""
         kind, quant = self.geometry.activation, self._quants.get(next_linear)
@@ -250,10 +191,6 @@ class Encoder:
         if self.cublaslt is not None and kind == TANH and quant is None:
             return self._linear(x, name, has_bias=True, has_gelu=True)
         return activate(self._linear(x, name, has_bias=True), kind, quant)
-
-    def _weight_quant(self, name: str) -> tuple[Any, ActivationQuant | None]:
-        """Return the scale and activation quantization that belong to an 8-bit weight."""
-        return self._weights.get(f"{name}.scale"), self._quants.get(name)
 
     def _embed(
         self, batch: PackedBatch, norm: Any | None, out: Any | None = None, quant: ActivationQuant | None = None

@@ -10,7 +10,7 @@ import numpy as np
 
 from hasten.core.tensors import Batch, IntArray
 from hasten.kernels.cuda.packed_buckets import Bucket
-from hasten.kernels.encoder import PackedBatch
+from hasten.kernels.encoder_base import PackedBatch
 from hasten.kernels.ops.attention import query_tiles
 
 # The most tokens, and the most picked tokens, that run at once. Larger batches are split into parts of PART_TOKENS,

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from hasten.core.tensors import Batch
+from hasten.kernels.architectures import AnyGeometry, encoder_class
 from hasten.kernels.cuda.packed_buckets import Bucket
-from hasten.kernels.encoder import Encoder, Geometry, PackedBatch
+from hasten.kernels.encoder_base import PackedBatch
 from hasten.kernels.ops.quantize import FP8, MAX_VALUE, ActivationQuant, quantize_weight, reference
 from hasten.kernels.packing import MAX_TOKENS, pack, row_positions, split_rows, unpack
 
@@ -40,13 +41,20 @@ class ActivationMaxima:
         return ActivationMaxima(torch.maximum(self.max_abs, other.max_abs), torch.cat([self.sample, other.sample]))
 
 
-def observe_activations(geometry: Geometry, weights: Mapping[str, Any], rows: Batch) -> dict[str, ActivationMaxima]:
+def observe_activations(geometry: AnyGeometry, weights: Mapping[str, Any], rows: Batch) -> dict[str, ActivationMaxima]:
     """Run the rows and return the inputs of each GEMM."""
-    encoder = _ObservedEncoder(geometry, weights, every=-(-rows.tokens // _SAMPLE_TOKENS))
+    encoder, every = encoder_class(geometry)(geometry, weights), -(-rows.tokens // _SAMPLE_TOKENS)
+    observed: dict[str, ActivationMaxima] = {}
+
+    def observe(name: str, x: Any) -> None:
+        maxima = ActivationMaxima(x.abs().amax(0), x[::every].clone())
+        observed[name] = observed[name] | maxima if name in observed else maxima
+
+    encoder.observe = observe
     with torch.inference_mode():
         for batch in _batches(geometry, rows, weights["word_embeddings"].device):
             encoder.large_batch(batch)
-    return encoder.observed
+    return observed
 
 
 def quantize_weights(
@@ -70,7 +78,7 @@ def quantize_with_module(weights: Mapping[str, Any], ranges: Mapping[str, float]
     return quantized
 
 
-def most_sensitive(geometry: Geometry, weights: Mapping[str, Any], rows: Batch, dtype: Any) -> list[str]:
+def most_sensitive(geometry: AnyGeometry, weights: Mapping[str, Any], rows: Batch, dtype: Any) -> list[str]:
     """Return all GEMMs, first the one that changes the hidden states most when it alone is quantized."""
     observed = observe_activations(geometry, weights, rows)
     lengths = np.cumsum(rows.lengths)
@@ -78,10 +86,10 @@ def most_sensitive(geometry: Geometry, weights: Mapping[str, Any], rows: Batch, 
     errors = dict.fromkeys(observed, 0.0)
     with torch.inference_mode():
         for batch in _batches(geometry, subset, weights["word_embeddings"].device):
-            expected = Encoder(geometry, weights).large_batch(batch).float()
+            expected = encoder_class(geometry)(geometry, weights).large_batch(batch).float()
             for name in observed:
                 quantized = {**weights, **_calibrated(name, weights[f"{name}.weight"], observed[name], dtype)}
-                states = Encoder(geometry, quantized).large_batch(batch).float()
+                states = encoder_class(geometry)(geometry, quantized).large_batch(batch).float()
                 errors[name] += float((states - expected).square().sum())
     return sorted(observed, key=lambda name: -errors[name])
 
@@ -126,19 +134,7 @@ def _channel_inverse_scales(weight: Any, maxima: ActivationMaxima, dtype: Any) -
     return min(map(inverse_scales_for, _SHARES), key=error)
 
 
-class _ObservedEncoder(Encoder):
-    def __init__(self, geometry: Geometry, weights: Mapping[str, Any], every: int) -> None:
-        super().__init__(geometry, weights)
-        self._every = every
-        self.observed: dict[str, ActivationMaxima] = {}
-
-    def _linear(self, x: Any, name: str, *, has_bias: bool = False, has_gelu: bool = False) -> Any:
-        maxima = ActivationMaxima(x.abs().amax(0), x[:: self._every].clone())
-        self.observed[name] = self.observed[name] | maxima if name in self.observed else maxima
-        return super()._linear(x, name, has_bias=has_bias, has_gelu=has_gelu)
-
-
-def _batches(geometry: Geometry, rows: Batch, device: Any) -> Iterator[PackedBatch]:
+def _batches(geometry: AnyGeometry, rows: Batch, device: Any) -> Iterator[PackedBatch]:
     """Yield batches of exactly the real tokens: the values in the rest of a bucket are meaningless."""
     for part in map(rows.take, split_rows(rows.lengths, MAX_TOKENS)):
         bucket = Bucket(part.tokens, len(part))

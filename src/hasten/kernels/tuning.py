@@ -30,7 +30,7 @@ from hasten.core.version import __version__
 from hasten.kernels.cuda.graph_exec import GraphExec, capture_graph
 from hasten.kernels.cuda.packed_buckets import Bucket, round_up
 from hasten.kernels.cuda.replay import gc_paused
-from hasten.kernels.encoder import Encoder
+from hasten.kernels.encoder_base import PackedEncoder
 from hasten.kernels.gemm.cublaslt import MAX_CANDIDATES, CublasLtGemms, GemmShape, library_version
 from hasten.kernels.gemm.dispatch import BACKEND_NAME
 from hasten.kernels.packing import MAX_TOKENS, pack, unpack
@@ -50,7 +50,7 @@ class Tuning:
     # In half precision the number of a cuBLASLt candidate, in 8 bits the name of a GEMM backend.
     gemms: tuple[tuple[GemmShape, Candidate | str], ...]
 
-    def apply(self, encoder: Encoder, cublaslt: CublasLtGemms) -> None:
+    def apply(self, encoder: PackedEncoder, cublaslt: CublasLtGemms) -> None:
         """Make the encoder use these choices."""
         encoder.small_batch_max_tokens = min(encoder.small_batch_max_tokens, self.small_batch_max_tokens)
         _choose(encoder, cublaslt, dict(self.gemms))
@@ -61,7 +61,7 @@ class Tuning:
         file.write_bytes(msgspec.json.encode(self))
 
 
-def find(encoder: Encoder, cublaslt: CublasLtGemms, directory: Path) -> Tuning | None:
+def find(encoder: PackedEncoder, cublaslt: CublasLtGemms, directory: Path) -> Tuning | None:
     """Return the results for this environment from the bundle's directory or from the cache."""
     current = environment(cublaslt)
     for file in (directory / FILE, cache_file(encoder, cublaslt)):
@@ -81,7 +81,7 @@ def environment(cublaslt: CublasLtGemms) -> str:
     return f"{torch.cuda.get_device_name()}, {libraries}, {cublaslt.dtype}{accumulation}"
 
 
-def cache_file(encoder: Encoder, cublaslt: CublasLtGemms) -> Path:
+def cache_file(encoder: PackedEncoder, cublaslt: CublasLtGemms) -> Path:
     """Return the file in the cache for this encoder and environment."""
     key = f"{environment(cublaslt)} {asdict(encoder.geometry)}"
     # Which GEMMs are 8-bit.
@@ -89,7 +89,7 @@ def cache_file(encoder: Encoder, cublaslt: CublasLtGemms) -> Path:
     return cache_directory() / "fused" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def tune(encoder: Encoder, cublaslt: CublasLtGemms, max_batch_tokens: int = MAX_TOKENS) -> Tuning:
+def tune(encoder: PackedEncoder, cublaslt: CublasLtGemms, max_batch_tokens: int = MAX_TOKENS) -> Tuning:
     """Measure the fastest choices, which takes some seconds."""
     with torch.inference_mode():
         shapes = [shape for tokens in bucket_sizes(max_batch_tokens) for shape in encoder.gemm_shapes(tokens)]
@@ -105,7 +105,7 @@ def tune(encoder: Encoder, cublaslt: CublasLtGemms, max_batch_tokens: int = MAX_
     return Tuning(environment(cublaslt), small_batch_max_tokens, tuple(gemms.items()))
 
 
-def _choose(encoder: Encoder, cublaslt: CublasLtGemms, gemms: Mapping[GemmShape, int | str]) -> None:
+def _choose(encoder: PackedEncoder, cublaslt: CublasLtGemms, gemms: Mapping[GemmShape, int | str]) -> None:
     cublaslt.choose({shape: choice for shape, choice in gemms.items() if isinstance(choice, int)})
     encoder.gemm_dispatch.choose({shape: choice for shape, choice in gemms.items() if isinstance(choice, str)})
 
@@ -134,7 +134,7 @@ def measure_seconds(launch: Callable[[], Any]) -> float:
     return median(graph_exec.device_seconds(stream) for _ in range(_REPLAYS)) / _LAUNCHES
 
 
-def _find_small_batch_max_tokens(encoder: Encoder) -> int:
+def _find_small_batch_max_tokens(encoder: PackedEncoder) -> int:
     """Return the largest bucket size up to which the small-batch kernels are the faster ones."""
     best = 0
     for tokens in bucket_sizes(encoder.small_batch_limit):

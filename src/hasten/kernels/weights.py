@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hasten.core.errors import UnsupportedError
+from hasten.kernels import modernbert
 from hasten.kernels.encoder import Geometry
 from hasten.kernels.ops.activation import EXACT, TANH
+from hasten.kernels.pre_norm_encoder import PreNormGeometry
+
+_TOKEN_HEADS = {"ForTokenClassification": ("classifier",), "ForQuestionAnswering": ("qa_outputs",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class Architecture:
     masked_lm_head: tuple[str, ...] = ("lm_head.dense", "gelu", "lm_head.layer_norm", "lm_head.decoder")
     # Whether positions are numbered from behind the padding token's id, as in RoBERTa.
     has_position_offset: bool = False
+    token_heads: Mapping[str, tuple[str, ...]] = field(default_factory=_TOKEN_HEADS.copy)
     config_names: Mapping[str, str] | None = None  # of configuration fields, where they differ from BERT's
 
     @property
@@ -50,6 +55,7 @@ _BERT = Architecture(
     ),
 )  # fmt: skip
 _ROBERTA = Architecture(has_position_offset=True)
+_MODERNBERT_HEAD = ("head.dense", "{head_activation}", "head.norm")
 ARCHITECTURES = {
     "bert": _BERT,
     "roberta": _ROBERTA,
@@ -100,22 +106,30 @@ ARCHITECTURES = {
         choice_head=("{base}.pooler", "tanh", "classifier"),
         masked_lm_head=("predictions.dense", "{activation}", "predictions.LayerNorm", "predictions.decoder"),
     ),
+    # Its encoder is another one, which `modernbert.py` reads.
+    modernbert.MODEL_TYPE: Architecture(
+        classification_head=(*_MODERNBERT_HEAD, "classifier"),
+        choice_head=(*_MODERNBERT_HEAD, "classifier"),
+        masked_lm_head=(*_MODERNBERT_HEAD, "decoder"),
+        token_heads=dict.fromkeys(_TOKEN_HEADS, (*_MODERNBERT_HEAD, "classifier")),
+    ),
 }
 _ACTIVATIONS = {"gelu": EXACT, "gelu_new": TANH, "gelu_pytorch_tanh": TANH, "gelu_fast": TANH}
 # Suffixes of the supported model classes.
 _CLASSIFICATION, _CHOICE, _MASKED_LM = "ForSequenceClassification", "ForMultipleChoice", "ForMaskedLM"
-_TOKEN_HEADS = {"ForTokenClassification": ("classifier",), "ForQuestionAnswering": ("qa_outputs",)}
 # By PyTorch's class names.
 _DENSE_ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "Sigmoid": "sigmoid"}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """The geometry and weights of a model, and the layers and activations of its head."""
+    """The geometry and weights of a model, and the pooling, layers and activations of its head."""
 
-    geometry: Geometry
+    geometry: Geometry | PreNormGeometry
     weights: dict[str, Any]
     head: tuple[str, ...]
+    # Empty for the first token of each sequence, and for heads per token.
+    pooling: tuple[str, ...] = ()
 
 
 def read(model: Any) -> ModelWeights:
@@ -128,10 +142,16 @@ def read(model: Any) -> ModelWeights:
             f"the fused backend does not support '{config.model_type}'", hint=f"supported: {supported}"
         )
     base = getattr(model, model.base_model_prefix, model)
-    geometry = _geometry(config, family, base)
-    head = _head(model, family, geometry) if base is not model else ()
+    has_head = base is not model
     try:
-        weights = _encoder(base.state_dict(), family, geometry) | _head_weights(model, head)
+        if config.model_type == modernbert.MODEL_TYPE:
+            geometry: Any = modernbert.read_geometry(config, _activation(config.hidden_activation))
+            weights = modernbert.read_encoder(base.state_dict(), geometry)
+        else:
+            geometry = _geometry(config, family, base)
+            weights = _encoder(base.state_dict(), family, geometry)
+        head = _head(model, family, geometry) if has_head else ()
+        weights |= _head_weights(model, head)
     except KeyError as error:
         raise UnsupportedError(
             f"{type(model).__name__} has no parameter {error.args[0]!r}, which the fused backend needs",
@@ -139,11 +159,14 @@ def read(model: Any) -> ModelWeights:
         ) from error
     if not all(tensor.is_floating_point() for tensor in weights.values()):
         raise UnsupportedError("the fused backend needs floating-point weights, but these are quantized")
-    return ModelWeights(geometry, {name: tensor.contiguous() for name, tensor in weights.items()}, head)
+    contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
+    return ModelWeights(geometry, contiguous, head, _pooling(model) if has_head else ())
 
 
 def ranges(model: Any) -> dict[str, float]:
     """Return the input range of each GEMM of a model with quantizers, where input and weight are both quantized."""
+    if model.config.model_type == modernbert.MODEL_TYPE:
+        raise UnsupportedError("the fused backend does not support the quantizers of ModernBERT, whose norms it moves")
     family = ARCHITECTURES[model.config.model_type]
     base, amax = getattr(model, model.base_model_prefix, model), {}
     geometry = _geometry(model.config, family, base)
@@ -178,9 +201,7 @@ def _geometry(config: Any, family: Architecture, base: Any) -> Geometry:
     def option(name: str) -> Any:
         return getattr(config, config_names.get(name, name))
 
-    activation = option("hidden_act")
-    if activation not in _ACTIVATIONS:
-        raise UnsupportedError(f"the fused backend does not support the activation '{activation}'")
+    activation = _activation(option("hidden_act"))
     kind = getattr(config, "position_embedding_type", "absolute")
     if kind not in (None, "absolute"):
         raise UnsupportedError(f"the fused backend does not support position embeddings of type '{kind}'")
@@ -194,10 +215,16 @@ def _geometry(config: Any, family: Architecture, base: Any) -> Geometry:
         heads=option("num_attention_heads"),
         inner=option("intermediate_size"),
         eps=float(getattr(config, "layer_norm_eps", 1e-12)),
-        activation=_ACTIVATIONS[activation],
+        activation=activation,
         position_offset=base.embeddings.padding_idx + 1 if family.has_position_offset else 0,
         is_shared="{}" not in family.layer,
     )
+
+
+def _activation(name: str) -> str:
+    if name not in _ACTIVATIONS:
+        raise UnsupportedError(f"the fused backend does not support the activation '{name}'")
+    return _ACTIVATIONS[name]
 
 
 def _encoder(state: Mapping[str, Any], family: Architecture, geometry: Geometry) -> dict[str, Any]:
@@ -247,13 +274,13 @@ def _relative_position_bias(table: Any, max_distance: int) -> Any:
     return table[side + bucket].T
 
 
-def _head(model: Any, family: Architecture, geometry: Geometry) -> tuple[str, ...]:
+def _head(model: Any, family: Architecture, geometry: Geometry | PreNormGeometry) -> tuple[str, ...]:
     kind, config = type(model).__name__, model.config
     heads = {
         _CLASSIFICATION: family.classification_head,
         _CHOICE: family.choice_head,
         _MASKED_LM: family.masked_lm_head,
-        **_TOKEN_HEADS,
+        **family.token_heads,
     }
     layers = next((layers for suffix, layers in heads.items() if kind.endswith(suffix)), None)
     if layers is None:
@@ -263,7 +290,16 @@ def _head(model: Any, family: Architecture, geometry: Geometry) -> tuple[str, ..
         summary = (config.summary_type, config.summary_use_proj, config.summary_activation)
         if summary != ("first", True, "gelu"):
             raise UnsupportedError(f"the fused backend does not support the sequence summary {summary}")
-    return tuple(layer.format(base=model.base_model_prefix, activation=geometry.activation) for layer in layers)
+    head_activation = _activation(getattr(config, "classifier_activation", "gelu"))
+    names = {"base": model.base_model_prefix, "activation": geometry.activation, "head_activation": head_activation}
+    return tuple(layer.format(**names) for layer in layers)
+
+
+def _pooling(model: Any) -> tuple[str, ...]:
+    """Return the pooling before the head of a model with a choice; others read the first token, or all."""
+    is_pooled = type(model).__name__.endswith((_CLASSIFICATION, _CHOICE))
+    pooling = getattr(model.config, "classifier_pooling", "cls")
+    return (pooling,) if is_pooled and pooling != "cls" else ()
 
 
 def _head_weights(model: Any, head: Sequence[str]) -> dict[str, Any]:

@@ -26,6 +26,9 @@ SIZES = {
     "max_position_embeddings": POSITIONS,
 }
 NARROW = SIZES | {"embedding_size": 32}
+# Local layers see 32 tokens to each side; special tokens are within the vocabulary.
+MODERN = SIZES | {"intermediate_size": 96, "local_attention": 64, "global_attn_every_n_layers": 2}
+MODERN |= {"pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
 DISTILLED = {"vocab_size": 50, "dim": 64, "n_heads": 4, "hidden_dim": 128}
 FAMILIES = {
     "Bert": SIZES,
@@ -37,6 +40,7 @@ FAMILIES = {
     "MPNet": SIZES,
     # As published: with the tanh approximation of GELU.
     "Albert": NARROW | {"hidden_act": "gelu_new"},
+    "ModernBert": MODERN,
 }
 # Enough for tests of other things than layers: each takes the interpreter a tenth of a second.
 FEW_LAYERS = 2 if DEVICE == "cuda" else 1

@@ -104,7 +104,7 @@ class Fused:
         model = _read(source, variant)
         # A pooled model has the layers after its pooling as head, not those of the transformers model.
         pooled = getattr(module, "head", None)
-        pooling = tuple(str(kind.value) for kind in pooled.pooling) if pooled is not None else ()
+        pooling = tuple(str(kind.value) for kind in pooled.pooling) if pooled is not None else model.pooling
         head, dense = read_dense(pooled.dense) if pooled is not None else (model.head, {})
         geometry = replace(model.geometry, activation=TANH) if _TANH_GELU in variant.modifiers else model.geometry
         normalize = bool(pooled is not None and pooled.normalize)

@@ -23,9 +23,10 @@ from hasten.core.tensors import MASKS, Batch, FloatArray, IntArray, Layout, Outp
 from hasten.core.variant import Precision
 
 if TYPE_CHECKING:
+    from hasten.kernels.architectures import AnyGeometry
     from hasten.kernels.cuda.packed_buckets import Bucket
     from hasten.kernels.cuda.replay import Fill, GraphReplay
-    from hasten.kernels.encoder import Encoder, Geometry, PackedBatch
+    from hasten.kernels.encoder_base import PackedBatch, PackedEncoder
     from hasten.kernels.gemm.cublaslt import CublasLtGemms
 
 CUDA = "cuda"
@@ -47,7 +48,7 @@ _MAX_PART_GROWTH = 1.25
 class FusedMetadata:
     """The contents of fused.json: everything but the weights."""
 
-    geometry: Geometry
+    geometry: AnyGeometry
     # The layers and activations of the head, by their names in the file, and the pooling before them.
     head: tuple[str, ...]
     pooling: tuple[str, ...]
@@ -58,12 +59,12 @@ class FusedMetadata:
 
 def read_metadata(artifact: Artifact) -> FusedMetadata:
     """Read fused.json."""
-    from hasten.kernels.encoder import Geometry
+    from hasten.kernels.architectures import read_geometry
 
     try:
-        # Geometry is imported late, so msgspec cannot resolve the annotation of FusedMetadata.
+        # Geometries are imported late, so msgspec cannot resolve the annotation of FusedMetadata.
         raw = msgspec.json.decode((artifact.directory / METADATA_FILE).read_bytes())
-        geometry = msgspec.convert(raw.pop("geometry"), Geometry)
+        geometry = read_geometry(raw.pop("geometry"))
         fast_accum = bool(raw.get("fast_accum", False))
         return FusedMetadata(geometry, tuple(raw["head"]), tuple(raw["pooling"]), raw["normalize"], fast_accum)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -74,7 +75,7 @@ def read_metadata(artifact: Artifact) -> FusedMetadata:
 class PipelineSlot:
     """The stream, graphs and workspaces of one batch in flight; slots share the weights."""
 
-    encoder: Encoder
+    encoder: PackedEncoder
     cublaslt: CublasLtGemms | None
     replay: GraphReplay
     is_tuned: bool
@@ -249,8 +250,8 @@ class FusedSession(Session):
     def _new_slot(self) -> PipelineSlot:
         import torch
 
+        from hasten.kernels.architectures import encoder_class
         from hasten.kernels.cuda.replay import GraphReplay
-        from hasten.kernels.encoder import Encoder
         from hasten.kernels.gemm.cublaslt import CublasLtGemms
         from hasten.kernels.ops.pdl import shared_bytes
         from hasten.kernels.tuning import find
@@ -258,8 +259,9 @@ class FusedSession(Session):
         weights, is_gpu = self._weights, self._device == CUDA
         dtype, fast_accum = weights["word_embeddings"].dtype, self._metadata.fast_accum
         cublaslt = CublasLtGemms(dtype, fast_accum=fast_accum) if is_gpu else None
-        encoder = Encoder(
-            self._metadata.geometry,
+        geometry = self._metadata.geometry
+        encoder = encoder_class(geometry)(
+            geometry,
             weights,
             use_pdl=self._use_pdl,
             cublaslt=cublaslt,
@@ -298,7 +300,7 @@ class FusedSession(Session):
             return {signature.outputs[0].name: rows.copy()}
         return {spec.name: rows[:, index].copy() for index, spec in enumerate(signature.outputs)}
 
-    def _compute(self, encoder: Encoder, buffer: Any, bucket: Bucket) -> Any:
+    def _compute(self, encoder: PackedEncoder, buffer: Any, bucket: Bucket) -> Any:
         """Compute the outputs of the task, scores or vectors, per row, per token or per mask."""
         import torch
 
