@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -46,6 +47,8 @@ GEOMETRIES = {
 # Texts a request, and clients.
 CASES = ((1, 1), (1, 32), (1, 128), (32, 8), (256, 16))
 WARM_UP_S = 2.0
+# Buckets of a GPU are prepared in the background for some seconds after the server is ready.
+SETTLE_S = 6.0
 CHECKED_TEXTS = 16
 # fp16 against PyTorch in fp32, of scores between 0 and 1.
 SCORE_TOLERANCE = 5e-3
@@ -88,6 +91,7 @@ def measure(name: str, folder: Path, args: argparse.Namespace) -> Iterator[dict[
     loads = LoadProcesses(bundle, args.processes, args.texts)
     for contender in contenders(bundle, args):
         with RunningServer(contender) as server:
+            time.sleep(SETTLE_S)
             error = largest_error(server.port, texts, expected)
             if error > SCORE_TOLERANCE:
                 raise SystemExit(f"{contender.name} answers wrongly: a score differs by {error:.2g}")
@@ -106,6 +110,7 @@ def measure(name: str, folder: Path, args: argparse.Namespace) -> Iterator[dict[
                 }  # fmt: skip
                 print(describe(row), flush=True)
                 yield row
+            print(*[line for line in server.log().splitlines() if "ready" in line or "prepared" in line], sep="\n")
 
 
 def contenders(bundle: Path, args: argparse.Namespace) -> Iterator[Contender]:
