@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from hasten.backends import PreparesBuckets, Session
@@ -25,7 +25,7 @@ class WarmingSession(Session):
     def __init__(
         self,
         session: Session,
-        batches: Sequence[Batch],
+        batches: Iterable[Batch],
         turn: threading.Lock,
         on_finished: Callable[[int, float], None],
     ) -> None:
@@ -76,7 +76,7 @@ class WarmingSession(Session):
                 self._is_in_use = False
                 self._changed.notify_all()
 
-    def _prepare(self, batches: Sequence[Batch]) -> None:
+    def _prepare(self, batches: Iterable[Batch]) -> None:
         begin, done = time.monotonic(), 0
         try:
             for batch in batches:

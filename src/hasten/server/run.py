@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+from hasten.core.system.stage_times import StageTimes, process_age_s
 from hasten.server.app import App
 from hasten.server.credentials import Credentials
 from hasten.server.frontend import (
@@ -43,9 +44,11 @@ _HEALTH_CHECK_S = 0.5
 
 def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: None) -> None:
     """Serve until SIGTERM or SIGINT, then answer the open requests and return."""
+    times = StageTimes(process_age_s())
     require_packages()
     import uvloop
 
+    times.finish("imports")
     allow_connections()
     if (workers := count_workers(settings)) > 1:
         from hasten.server.processes.supervisor import supervise
@@ -55,12 +58,13 @@ def run(settings: Settings, on_ready: Callable[[Addresses], None] = lambda _: No
     app = make_app(settings)
     warn_if_open(settings, has_keys=bool(app.keys))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    uvloop.run(_Process(app, settings).run(on_ready))
+    uvloop.run(_Process(app, settings, times).run(on_ready))
 
 
 class _Process:
-    def __init__(self, app: App, settings: Settings) -> None:
+    def __init__(self, app: App, settings: Settings, times: StageTimes) -> None:
         self._app = app
+        self._times = times
         self._settings = settings
         self._credentials = Credentials(settings)
         self._frontend = Frontend(app, http_limits(settings), self._credentials.tls)
@@ -82,6 +86,7 @@ class _Process:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)
         loop.add_signal_handler(signal.SIGHUP, lambda: self._start_task(self._reload_all(changes)))
+        self._times.finish("sockets")
         logger.info("listening on %s; loading models", addresses.http)
         try:
             try:
@@ -93,7 +98,8 @@ class _Process:
             self._start_task(run_periodic_tasks(self._app))
             if settings.reload_interval is not None:
                 self._start_task(self._reload_every(changes, settings.reload_interval))
-            logger.info("ready")
+            self._times.finish("models")
+            logger.info("ready after %s", self._times)
             on_ready(addresses)
             await self._stopping.wait()
             await self._drain()

@@ -30,7 +30,7 @@ from hasten.core.tensors import (
 from hasten.core.variant import Support, Variant
 from hasten.server.models import instances
 from hasten.server.models.encoder_model import _limits
-from hasten.server.models.instances import choose_instances
+from hasten.server.models.instances import choose_instances, count_on_gpu
 from hasten.server.scheduling.core_scheduler import CoreScheduler
 from hasten.server.scheduling.queue import Limits
 from hasten.server.settings import Settings
@@ -230,28 +230,27 @@ def test_sessions_run_in_parallel_while_cores_are_free() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "kind", "expected", "opened"),
+    ("kind", "cores", "memory_bytes", "expected"),
     [
-        (lambda _: 0.005, BucketedSession, 2, 1 + 2),
-        (lambda threads: 0.2 / threads, BucketedSession, 1, 1 + 2),
-        (lambda _: 0.005, TimedSession, 1, 1),
+        (BucketedSession, 8, 2**30, 2),
+        (BucketedSession, 1, 2**30, 1),
+        (BucketedSession, 8, 16, 1),
+        (TimedSession, 8, 2**30, 1),
     ],
 )
-def test_gpu_runs_up_to_two_bucketed_sessions(
-    timed: Callable[..., TimedBackend],
+def test_gpu_runs_two_bucketed_sessions_if_they_fit(
     artifact: Artifact,
     monkeypatch: pytest.MonkeyPatch,
-    seconds: Callable[[int], float],
     kind: type[TimedSession],
+    cores: int,
+    memory_bytes: int,
     expected: int,
-    opened: int,
 ) -> None:
-    gpu = Gpu("gpu", 2**30, "9.0", "1")
+    gpu = Gpu("gpu", memory_bytes, "9.0", "1")
     monkeypatch.setattr(instances, "this_machine", lambda: replace(this_machine(), gpus=(gpu,)))
-    backend = timed(seconds, cores=8, kind=kind)
+    monkeypatch.setattr(instances, "usable_cores", lambda: cores)
     on_gpu = replace(artifact, variant=Variant.parse("timed-fp32@cuda"))
-    assert choose_instances(on_gpu, "digest", SHAPE) == expected
-    assert len(backend.opened) == opened
+    assert count_on_gpu(on_gpu, kind(0.0)) == expected
 
 
 def test_token_budget_of_a_batch_is_rounded_up_to_a_bucket() -> None:

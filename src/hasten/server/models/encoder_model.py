@@ -18,11 +18,12 @@ from hasten.core.errors import AccuracyError, HastenError
 from hasten.core.plan import Gate
 from hasten.core.progress import SilentProgress
 from hasten.core.system.hardware import usable_cores
+from hasten.core.system.stage_times import StageTimes
 from hasten.core.tensors import Batch, Outputs, Shape
 from hasten.core.variant import CPU, Variant
 from hasten.measure.encoder_gate import expect, verify
 from hasten.predictor import Predictor, open_session
-from hasten.server.models.instances import choose_instances
+from hasten.server.models.instances import choose_instances, count_on_gpu
 from hasten.server.models.registry import Model, queue_limits
 from hasten.server.request_records import RequestStats
 from hasten.server.scheduling.core_scheduler import CoreScheduler
@@ -100,12 +101,15 @@ class EncoderModel(Model):
 
         `encoders` is the number of tokenizer threads, by default half of the cores.
         """
+        times = StageTimes()
         super().__init__(name, bundle, settings, None if remote is None else remote.artifact(bundle))
         self.spec: TaskSpec = bundle.manifest.task
         self.task: AnyTask = TASKS.get(self.spec.name)
         self.signature = self.artifact.signature
         if remote is None:
-            self._open(scheduler, observer, encoders or max(1, usable_cores() // 2))
+            times.finish("tokenizer and variant")
+            self._open(scheduler, observer, encoders or max(1, usable_cores() // 2), times)
+            logger.info("%s: loaded %d sessions in %s", name, self.instances, times)
         else:
             self.session_spec = remote.sessions[0].spec
             self.instances, self.limits = remote.instances, remote.limits(settings)
@@ -113,18 +117,22 @@ class EncoderModel(Model):
             self.engine = Engine(remote.sessions, self.limits, encoders=remote.encoders)
         self.since = time.time()
 
-    def _open(self, scheduler: CoreScheduler, observer: EngineObserver, encoders: int) -> None:
+    def _open(self, scheduler: CoreScheduler, observer: EngineObserver, encoders: int, times: StageTimes) -> None:
         settings = self.settings
-        self.instances, threads = _instances_and_threads(self.artifact, self.bundle, settings)
+        instances, threads = _instances_and_threads(self.artifact, self.bundle, settings)
+        times.finish("number of sessions")
         with ExitStack() as opened:
             options = RunOptions(threads, settings.max_memory)
-            begin = time.monotonic()
-            sessions = [opened.enter_context(open_session(self.artifact, options)) for _ in range(self.instances)]
+            sessions = [opened.enter_context(open_session(self.artifact, options))]
             self.session_spec = sessions[0].spec
-            logger.info("%s: opened %d sessions in %.1f s", self.name, self.instances, time.monotonic() - begin)
+            self.instances = count_on_gpu(self.artifact, sessions[0]) if instances is None else instances
+            sessions += [opened.enter_context(open_session(self.artifact, options)) for _ in range(1, self.instances)]
+            times.finish("sessions")
             self.limits = _limits(sessions[0], threads, settings)
             self._warm_up(sessions)
+            times.finish("warm-up")
             self._test(Predictor(self.spec, self.tokenizer, sessions[0]))
+            times.finish("self-test")
             sessions = [opened.enter_context(session) for session in self._warm_up_in_background(sessions)]
             opened.pop_all()  # the engine closes the sessions
         self.engine = Engine(
@@ -206,6 +214,7 @@ class EncoderModel(Model):
             sizes = self.limits.tokens_per_batch, self.limits.rows_per_batch
             if isinstance(session, PreparesBuckets):
                 self._prepare(session, session.covering_samples(*sizes), until, "in the background")
+                session.uses_larger_buckets = True
             elif isinstance(session, SupportsBuckets):
                 self._prepare(session, session.samples(*sizes), until, "on first use")
             else:
@@ -229,10 +238,13 @@ class EncoderModel(Model):
 
         for session in sessions:
             if isinstance(session, PreparesBuckets):
-                batches = session.samples(self.limits.tokens_per_batch, self.limits.rows_per_batch)
-                yield WarmingSession(session, batches, turn, log)
+                yield WarmingSession(session, self._samples(session), turn, log)
             else:
                 yield session
+
+    def _samples(self, session: SupportsBuckets) -> Iterator[Batch]:
+        """Yield a batch per bucket; none is made before the first is asked for, since that takes a while."""
+        yield from session.samples(self.limits.tokens_per_batch, self.limits.rows_per_batch)
 
     def _test(self, predictor: Predictor) -> None:
         reference = self.bundle.reference()
@@ -250,14 +262,19 @@ class EncoderModel(Model):
             )
 
 
-def _instances_and_threads(artifact: Artifact, bundle: Bundle, settings: Settings) -> tuple[int, int]:
-    """Return the number of sessions and of threads per session; on a GPU one thread, which waits for it."""
+def _instances_and_threads(artifact: Artifact, bundle: Bundle, settings: Settings) -> tuple[int | None, int]:
+    """Return the number of sessions and of threads per session.
+
+    On a GPU it is one thread, which waits for it, and the number of sessions may depend on the first (None).
+    """
     is_on_cpu = artifact.variant.device == CPU
     cores = usable_cores() if is_on_cpu else 1
     if settings.instances is not None:
         return settings.instances, settings.threads or max(1, cores // settings.instances)
     if settings.threads is not None and is_on_cpu:
         return max(1, cores // settings.threads), settings.threads
+    if not is_on_cpu:
+        return None, settings.threads or 1
     instances = choose_instances(artifact, bundle.manifest.digest, _MEASURED_SHAPE, settings.max_memory)
     return instances, settings.threads or max(1, cores // instances)
 

@@ -1,9 +1,10 @@
-"""Measure how many sessions of a model to run in parallel on this machine, and cache the result.
+"""Choose how many sessions of a model to run in parallel; on CPUs, measure it and cache the result.
 
 One session with all cores has the lowest latency for a lone request; several with a few cores each often have a higher
 throughput, since not all of a model's work divides among threads. On a GPU a second session has its own stream, so one
-prepares and copies while the other computes. That is limited to sessions with buckets: ONNX Runtime's capture CUDA
-graphs in a mode in which nothing else may use the GPU, so they disturb each other.
+prepares and copies while the other computes; measuring that would delay every first start by seconds. It is limited to
+sessions with buckets: ONNX Runtime's capture CUDA graphs in a mode in which nothing else may use the GPU, so they
+disturb each other.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from hasten.core.errors import HastenError
 from hasten.core.system.cache import cache_directory
 from hasten.core.system.hardware import library_versions, this_machine, usable_cores
 from hasten.core.tensors import Batch, Shape
-from hasten.core.variant import CPU
 from hasten.predictor import open_session
 
 logger = logging.getLogger("hasten")
@@ -38,18 +38,14 @@ _MAX_MEMORY_SHARE = 0.25
 
 
 def choose_instances(artifact: Artifact, bundle: str, shape: Shape, max_memory: int | None = None) -> int:
-    """Return the number of sessions with the highest throughput, or fewer if they reach nearly as much."""
+    """Return the number of sessions on a CPU with the highest throughput, or fewer if they reach nearly as much."""
     machine, cores = this_machine(), usable_cores()
-    if artifact.variant.device == CPU:
-        counts = _counts(cores, artifact.size_bytes, min(machine.memory_bytes, max_memory or machine.memory_bytes))
-    else:
-        memory_bytes = min((gpu.memory_bytes for gpu in machine.gpus), default=0)
-        counts = _counts(min(cores, MAX_ON_DEVICE), artifact.size_bytes, memory_bytes)
+    counts = _counts(cores, artifact.size_bytes, min(machine.memory_bytes, max_memory or machine.memory_bytes))
     if len(counts) == 1:
         return 1
     # All that the best number depends on.
     inputs = [bundle, str(artifact.variant), str(shape), counts, cores, max_memory]
-    inputs += [machine.cpu, machine.gpus, library_versions()]
+    inputs += [machine.cpu, library_versions()]
     key = hashlib.sha256(msgspec.json.encode(inputs)).hexdigest()[:32]
     file = cache_directory() / "instances" / f"{key}.json"
     rates = _read_cache(file)
@@ -57,6 +53,14 @@ def choose_instances(artifact: Artifact, bundle: str, shape: Shape, max_memory: 
         rates = _measure(artifact, counts, cores, shape, max_memory)
         _write_cache(file, rates)
     return _best(rates)
+
+
+def count_on_gpu(artifact: Artifact, first: Session) -> int:
+    """Return the number of sessions on a GPU, of which the first is open."""
+    if not isinstance(first, SupportsBuckets):
+        return 1
+    memory_bytes = min((gpu.memory_bytes for gpu in this_machine().gpus), default=0)
+    return _counts(min(usable_cores(), MAX_ON_DEVICE), artifact.size_bytes, memory_bytes)[-1]
 
 
 def _best(rates: dict[int, float]) -> int:
@@ -86,13 +90,12 @@ def _measure(
                 options = RunOptions(cores // count, max_memory)
                 sessions = [opened.enter_context(open_session(artifact, options)) for _ in range(count)]
                 rates[count] = _rate(sessions, batch)
-                allows_more = artifact.variant.device == CPU or isinstance(sessions[0], SupportsBuckets)
         except HastenError as error:
             if not rates:
                 raise
             logger.warning("%d sessions of %s cannot run in parallel: %s", count, artifact.variant, error)
             break
-        if rates[count] < max(rates.values()) or not allows_more:
+        if rates[count] < max(rates.values()):
             break
     return rates
 
