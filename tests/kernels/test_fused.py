@@ -188,10 +188,26 @@ def test_batches_run_in_larger_buckets_while_their_own_are_not_prepared(tmp_path
     assert fused.uses_larger_buckets
     batch = batch_of(12, 8)
     assert replay.smallest_holding(Bucket.of(20, 2)) == Bucket.of(44, 3)
+    assert replay.smallest_holding(Bucket.of(20, 2), 1.25) == Bucket.of(20, 2)
     compare(original, fused, batch)
     fused.prepare(batch)
     assert replay.smallest_holding(Bucket.of(20, 2)) == Bucket.of(20, 2)
     compare(original, fused, batch)
+
+
+def test_parts_run_in_prepared_buckets_that_are_little_larger(tmp_path: Path) -> None:
+    module = Exportable(model_of("Bert", "ForSequenceClassification", layers=FEW_LAYERS), INPUTS, ["logits"])
+    original, fused = make_pair(module, signature_of("logits"), tmp_path)
+    large, smaller, small = batch_of(*[30] * 5), batch_of(*[28] * 5), batch_of(9)
+    assert [Bucket.of(tokens, 5).tokens for tokens in (150, 140)] == [160, 144]
+    expected = [original.run(batch) for batch in (large, large, smaller, small)]
+    for outputs, reference in zip(fused.run_many([large, large, smaller, small]), expected, strict=True):
+        np.testing.assert_allclose(outputs["logits"], reference["logits"], atol=1e-4)
+    prepared = [set(slot.replay._graphs) for slot in fused._slots]
+    assert prepared == [{Bucket.of(150, 5)}, {Bucket.of(150, 5), Bucket.of(9, 1)}]
+    # A batch on its own runs in its own bucket.
+    fused.run(smaller)
+    assert Bucket.of(140, 5) in fused.slot.replay._graphs
 
 
 def test_hidden_states_match_with_padding_token_in_text(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -37,6 +38,9 @@ _TABLES = {"input_ids": ("token", "word_embeddings"), "token_type_ids": ("token 
 _CLS, _LAST = "cls", "lasttoken"
 # Parts of a large batch that are in flight at once.
 _SLOTS = 2
+# A part may run in a prepared bucket of up to this many times its tokens: parts differ a little in size, and a capture
+# takes as long as many of them.
+_MAX_PART_GROWTH = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +237,7 @@ class FusedSession(Session):
                 if len(in_flight) == _SLOTS:
                     yield finish_first()
                 with translate_torch_errors(f"a batch of {rows} failed"):
-                    slot.replay.start(*self._bucket_and_fill(part, slot.replay))
+                    slot.replay.start(*self._bucket_and_fill(part, slot.replay, _MAX_PART_GROWTH))
                 in_flight.append((slot, part, rows))
             while in_flight:
                 yield finish_first()
@@ -267,7 +271,9 @@ class FusedSession(Session):
         replay = GraphReplay(partial(self._compute, encoder), self._device)
         return PipelineSlot(encoder, cublaslt, replay, is_tuned=tuning is not None)
 
-    def _bucket_and_fill(self, batch: Batch, replay: GraphReplay) -> tuple[Bucket, Fill]:
+    def _bucket_and_fill(
+        self, batch: Batch, replay: GraphReplay, max_growth: float | None = None
+    ) -> tuple[Bucket, Fill]:
         from hasten.kernels.cuda.packed_buckets import Bucket
         from hasten.kernels.packing import pack, row_positions
 
@@ -276,7 +282,9 @@ class FusedSession(Session):
             masks = np.flatnonzero(batch.values["input_ids"] == self.spec.signature.mask_id)
         bucket = Bucket.of(batch.tokens, len(batch), None if masks is None else len(masks))
         if self.uses_larger_buckets:
-            bucket = replay.smallest_holding(bucket)
+            max_growth = math.inf
+        if max_growth is not None:
+            bucket = replay.smallest_holding(bucket, max_growth)
         offset = self._metadata.geometry.position_offset
         positions = row_positions(batch, offset)
         fill = partial(pack, batch=batch, bucket=bucket, position_offset=offset, positions=positions, picked=masks)

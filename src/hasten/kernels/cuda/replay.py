@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -83,11 +84,15 @@ class GraphReplay:
         self._graphs.clear()
         self._pool = None
 
-    def smallest_holding(self, bucket: Bucket) -> Bucket:
-        """Return the smallest prepared bucket that holds this one, or this one if there is none."""
+    def smallest_holding(self, bucket: Bucket, max_growth: float = math.inf) -> Bucket:
+        """Return the smallest prepared bucket that holds this one, or this one if there is none.
+
+        A larger bucket has at most `max_growth` times as many tokens.
+        """
         if bucket in self._graphs:
             return bucket
-        fitting = [other for other in self._graphs if other.holds(bucket)]
+        max_tokens = max_growth * bucket.tokens
+        fitting = [other for other in self._graphs if other.holds(bucket) and other.tokens <= max_tokens]
         return min(fitting, key=lambda other: (other.tokens, other.sequences, other.picked), default=bucket)
 
     @property
