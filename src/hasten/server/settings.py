@@ -163,7 +163,7 @@ class Settings:
     variant: Annotated[str | None, _text("NAME", "variant to run (default: the fastest that runs here)", _MODELS)] = (
         None
     )
-    instances: Annotated[int | None, _count("sessions per model (default: measured)", _MODELS)] = None
+    instances: Annotated[int | None, _count("sessions per model (default: measured; on a GPU up to 2)", _MODELS)] = None
     threads: Annotated[int | None, _count("threads per session (default: cores divided by sessions)", _MODELS)] = None
     max_batch_delay: Annotated[
         int,
