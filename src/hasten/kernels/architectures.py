@@ -22,5 +22,6 @@ def encoder_class(geometry: AnyGeometry) -> type[PackedEncoder]:
 
 def read_geometry(raw: Mapping[str, Any]) -> AnyGeometry:
     """Convert the geometry of a bundle, whose fields tell its kind; raise msgspec's ValidationError."""
-    kind = PreNormGeometry if "window" in raw else Geometry
-    return msgspec.convert(raw, kind)
+    if "window" in raw:
+        return msgspec.convert(raw, PreNormGeometry)
+    return msgspec.convert(raw, Geometry)
