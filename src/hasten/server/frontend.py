@@ -129,7 +129,7 @@ class Frontend:
 
 def require_packages() -> None:
     """Raise unless the packages that serve HTTP are installed."""
-    for package in ("httptools", "uvloop"):
+    for package in ("httptools", "orjson", "uvloop"):
         if find_spec(package) is None:
             raise missing_package(package, "serving", "serve")
 
