@@ -202,7 +202,7 @@ def test_qdq_variant_with_narrow_ranges_is_rejected(fitted: Path, data: Path, tm
     assert not (tmp_path / "rejected").exists()
 
     # In a search it is one of several candidates, and the others are judged independently.
-    others = quick_build(model, tmp_path / "others", precision="int8", search_budget_s=1e-3, **options)
+    others = quick_build(model, tmp_path / "others", precision="int8", keep="all", search_budget_s=1e-3, **options)
     assert candidates(others)[ORT_QDQ].status is Status.INACCURATE
     assert {Status.CHOSEN} == {candidates(others)["onnxruntime-int8"].status}
     assert {entry.precision for entry in others.manifest.variants} == {"int8"}

@@ -15,7 +15,10 @@ def classifier(classifier_bundle: Bundle) -> Bundle:
     return classifier_bundle
 
 
-@pytest.fixture(scope="module", params=[1, 4], ids=["one-process", "four-workers"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, id="one-process"), pytest.param(4, id="four-workers", marks=pytest.mark.slow)],
+)
 def workers(request: pytest.FixtureRequest) -> Iterator[int]:
     """Run the servers of a module in one process, then with four API workers and an engine process."""
     with pytest.MonkeyPatch.context() as patch:

@@ -230,16 +230,16 @@ def test_process_that_ends_too_often_ends_the_server(classifier: Bundle, tmp_pat
 
 
 def test_processes_end_with_their_killed_parent(classifier: Bundle, tmp_path: Path) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    with Running(tmp_path, str(classifier.path), *QUIET, *WORKERS, TMPDIR=str(temporary)) as server:
-        processes = ServerProcesses(server.ready())
-        assert len(list(temporary.iterdir())) == 1
-        pids = processes.workers + processes.engines
-        server.signal(signal.SIGKILL)
-        server.end()
-    wait_until(lambda: not any(is_alive(pid) for pid in pids), "all processes to end")
-    wait_until(lambda: not list(temporary.iterdir()), "the sockets to be removed")
+    # Paths of sockets are short.
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        with Running(tmp_path, str(classifier.path), *QUIET, *WORKERS, TMPDIR=folder) as server:
+            processes = ServerProcesses(server.ready())
+            assert len(list(Path(folder).iterdir())) == 1
+            pids = processes.workers + processes.engines
+            server.signal(signal.SIGKILL)
+            server.end()
+        wait_until(lambda: not any(is_alive(pid) for pid in pids), "all processes to end")
+        wait_until(lambda: not list(Path(folder).iterdir()), "the sockets to be removed")
 
 
 # --- stopping

@@ -204,6 +204,7 @@ def test_external_weights_are_bundled(
     )
     monkeypatch.setattr("hasten.builder.sources.onnx_model.EXTERNAL_DATA_BYTES", 0)
     monkeypatch.setattr("hasten.onnx_graph.EXTERNAL_DATA_BYTES", 0)
+    monkeypatch.setattr("hasten.onnx_graph._INLINE_BYTES", 1024)
     large = quick_build(model, variants=["graph-fp32", ORT_FP32], keep="all")
     assert "graph/model.onnx.data" in large.manifest.files
     for variant in ("graph-fp32", ORT_FP32):

@@ -185,7 +185,7 @@ def test_any_query_and_document_is_scored_like_the_cross_encoder(
     """At least ten documents in each of twenty examples, for each model."""
     ranker = rankers(name)
     ranker.assert_same_scores([(query, document) for document in documents])
-    if name != "classes":
+    if MODELS[name][1] == 1:
         ranker.assert_same_ranking(query, documents, return_documents=True)
 
 

@@ -202,8 +202,9 @@ def test_max_error_is_the_largest_difference() -> None:
     assert math.isnan(max_error(outputs, reference))
 
 
-def test_external_weights_of_two_graphs_do_not_collide(tmp_path: Path) -> None:
+def test_external_weights_of_two_graphs_do_not_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both graphs are named model.onnx, and their weights model.onnx.data."""
+    monkeypatch.setattr("hasten.onnx_graph._INLINE_BYTES", 1024)
     onnx = pytest.importorskip("onnx")
     for folder, value in (("a", 1.0), ("b", 2.0)):
         weights = onnx.numpy_helper.from_array(np.full(1024, value, np.float32), "weights")

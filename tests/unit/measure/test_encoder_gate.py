@@ -244,7 +244,11 @@ def test_worst_batch_size_counts_and_all_are_reported(make_predictor: MakePredic
     verdict = verify(variant, "x-int8", result, Gate(max_drop=20), SilentProgress(), (1, 2, 4))
     assert [len(batch) for batch in recorded.batches] == [4] * 2 + [2] * 4 + [1] * 8  # type: ignore[attr-defined]
     assert np.array_equal(recorded.batches[2].lengths, result.encoded.batch.lengths[:2])  # type: ignore[attr-defined]
-    assert verdict.by_batch == (AtBatch(1, 1.0, 0, 0.0), AtBatch(2, 0.5, 4, 0.0), AtBatch(4, 0.75, 2, 25.0))
+    assert verdict.by_batch == (
+        AtBatch(1, 1.0, 0, 0.0, 8),
+        AtBatch(2, 0.5, 4, 0.0, 8),
+        AtBatch(4, 0.75, 2, 25.0, 8),
+    )
     assert (verdict.agreement.value, verdict.agreement.flips, verdict.drop) == (0.5, 4, 25.0)
     assert not verdict.passed
     assert verdict.reason.startswith("accuracy drop 25.00 points (")

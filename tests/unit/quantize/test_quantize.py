@@ -251,7 +251,10 @@ def test_static_activation_type_depends_on_the_cpu(plain: Path) -> None:
 
 
 @pytest.mark.parametrize("method", [Method.DYNAMIC, Method.STATIC, Method.BLOCKS])
-def test_weights_may_be_stored_beside_the_graph(plain: Path, tmp_path: Path, method: Method) -> None:
+def test_weights_may_be_stored_beside_the_graph(
+    plain: Path, tmp_path: Path, method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hasten.onnx_graph._INLINE_BYTES", 1024)
     (tmp_path / "out").mkdir()
     external, file = tmp_path / "out" / "model.onnx", quantize(method, plain)
     make_graph(plain, external, recipe_for(method, plain), CALIBRATION, external_data=True)

@@ -77,8 +77,6 @@ _MIN_GAIN = 0.95
 # Modifiers that only add work to a variant of ONNX Runtime, and the time that a cheaper GELU leaves at best.
 _ADDING_WORK = (Modifier.SMOOTH, Modifier.SPLIT)
 _GELU_GAIN = 0.85
-# Both are smoothed; static ranges were less accurate in every study of docs/reference/precision.md.
-_STATIC, _SMOOTHED = Variant.parse("openvino-int8"), Variant.parse("onnxruntime-int8+attention+smooth+split")
 # Modifiers that gain speed by less accuracy.
 _LOSING_ACCURACY = (Modifier.ATTENTION, Modifier.TANH_GELU)
 
@@ -221,8 +219,6 @@ class Search:
             for milder in (_without(variant, word) for word in _LOSING_ACCURACY if word in variant.modifiers):
                 if milder in self._rejected:
                     return f"not tried: {milder} is inaccurate already"
-        if variant == _STATIC and _SMOOTHED in self._rejected:
-            return f"not tried: {_SMOOTHED} is inaccurate already, whose ranges are not the same for all rows"
         lighter = [each for each in (_without(exact, *_ADDING_WORK), base) if each != variant and each in self._times]
         if not lighter or (fastest := self._fastest_besides(base)) is None:
             return None
