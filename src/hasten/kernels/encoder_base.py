@@ -1,4 +1,4 @@
-"""What encoders over packed tokens share: the batch, the weights, and the dispatch of their GEMMs."""
+"""Parts that encoders over packed tokens share: the batch, the weights, and the dispatch of their GEMMs."""
 
 from __future__ import annotations
 

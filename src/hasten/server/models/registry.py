@@ -87,7 +87,7 @@ class Model(ABC):
 
 
 class Closeable(Protocol):
-    """What a registry holds under a name."""
+    """A model that a registry holds under a name."""
 
     @property
     def name(self) -> str:

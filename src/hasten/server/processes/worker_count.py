@@ -1,4 +1,4 @@
-"""How many processes answer clients."""
+"""Number of processes that answer clients."""
 
 from __future__ import annotations
 
