@@ -66,7 +66,7 @@ def open_model(bundle: Bundle, directory: Path, generation: int = 1, **options: 
     return EncoderModel(NAME, bundle, Settings(), CoreScheduler(1), EngineObserver(), remote)
 
 
-class Asked:
+class SubmittedText:
     """A submitted text and its outputs."""
 
     def __init__(self, model: EncoderModel, text: Any = TEXTS[0], timeout_s: float = 60.0) -> None:
@@ -87,8 +87,8 @@ class Asked:
         return self.answer
 
 
-def assert_answered(asked: Sequence[Asked]) -> None:
-    for request in asked:
+def assert_answered(submitted: Sequence[SubmittedText]) -> None:
+    for request in submitted:
         assert not isinstance(request.wait(), HastenError), request.answer
 
 
@@ -140,9 +140,9 @@ def test_requests_of_several_workers_get_their_own_answers(
 ) -> None:
     models = [open_model(classifier, directory) for _ in range(3)]
     texts = [" ".join(TEXTS[0].split()[: 1 + index % 6]) for index in range(120)]
-    asked = [Asked(models[index % 3], text) for index, text in enumerate(texts)]
-    assert_answered(asked)
-    for request, text in zip(asked, texts, strict=True):
+    submitted = [SubmittedText(models[index % 3], text) for index, text in enumerate(texts)]
+    assert_answered(submitted)
+    for request, text in zip(submitted, texts, strict=True):
         for name, value in local.outputs(local.encode([text])).items():
             np.testing.assert_allclose(request.answer[name], value, rtol=1e-5, atol=1e-5)
     wait_until(lambda: tokens_in_flight(models[0]) == 0)
@@ -210,17 +210,17 @@ print([name for name in ("torch", "transformers", "onnxruntime", "openvino") if 
 def test_requests_survive_the_end_of_the_engine_process(directory: Path, faulty_bundle: Bundle, tmp_path: Path) -> None:
     with serving(faulty_bundle, directory, tmp_path) as process:
         model = open_model(faulty_bundle, directory, slots=2)
-        assert_answered([Asked(model, text) for text in TEXTS])
+        assert_answered([SubmittedText(model, text) for text in TEXTS])
         (tmp_path / "hang").touch()
-        asked = [Asked(model, text) for text in TEXTS * 20]
+        submitted = [SubmittedText(model, text) for text in TEXTS * 20]
         wait_until((tmp_path / "hangs").exists)
         process.kill()
         (tmp_path / "hang").unlink()
         wait_until(lambda: model.engine.is_recovering)
         assert model.engine.fault() is None
-        assert not any(request.is_done for request in asked)
+        assert not any(request.is_done for request in submitted)
         with serving(faulty_bundle, directory, tmp_path):
-            assert_answered(asked)
+            assert_answered(submitted)
             wait_until(lambda: not model.engine.is_recovering)
             assert model.close(5)
 
@@ -231,7 +231,7 @@ def test_idle_sessions_find_the_new_engine_process(directory: Path, classifier: 
         model = open_model(classifier, directory, slots=4)
         process.kill()
     with serving(classifier, directory):
-        assert_answered([Asked(model, text) for text in TEXTS * 3])
+        assert_answered([SubmittedText(model, text) for text in TEXTS * 3])
         assert model.close(5)
 
 
@@ -239,7 +239,7 @@ def test_deadlines_are_enforced_while_there_is_no_engine_process(directory: Path
     with serving(classifier, directory) as process:
         model = open_model(classifier, directory)
         process.kill()
-    late, later = Asked(model, timeout_s=0.2), Asked(model)
+    late, later = SubmittedText(model, timeout_s=0.2), SubmittedText(model)
     wait_until(lambda: model.engine.expire(time.monotonic()) or late.is_done)
     assert isinstance(late.wait(), DeadlineError)
     assert not later.is_done
@@ -254,17 +254,17 @@ def test_request_that_ends_the_engine_process_twice_fails_alone(
     # As long as none of the rows that the process warms up and tests itself with.
     poison, fine = "a " * 39, TEXTS[0]
     write(tmp_path / "die", local.encode([poison]).batch.longest)
-    asked: list[Asked] = []
+    submitted: list[SubmittedText] = []
     for deaths in range(3):
         with serving(faulty_bundle, directory, tmp_path, ends=deaths < 2) as process:
             if not deaths:
                 model = open_model(faulty_bundle, directory, slots=1)
-                asked = [Asked(model, text) for text in (fine, poison, fine, fine)]
+                submitted = [SubmittedText(model, text) for text in (fine, poison, fine, fine)]
             if deaths < 2:
                 wait_until(lambda: process.process.poll() is not None)
             else:
-                failed = asked.pop(1).wait()
-                assert_answered(asked)
+                failed = submitted.pop(1).wait()
+                assert_answered(submitted)
                 assert model.close(5)
     assert isinstance(failed, StageError)
     assert failed.message == "the engine process ended twice while it ran this request"
@@ -296,12 +296,12 @@ def test_least_loaded_engine_process_runs_the_next_batch(
             (folder / "hang").touch()
             hangs = folder / "hangs"
             # Requests go to both processes until one of them is stuck.
-            stuck = Asked(model)
+            stuck = SubmittedText(model)
             while not hangs.exists():
                 if stuck.is_done:
-                    stuck = Asked(model)
+                    stuck = SubmittedText(model)
             for _ in range(10):
-                assert_answered([Asked(model)])
+                assert_answered([SubmittedText(model)])
             assert not stuck.is_done
             (folder / "hang").unlink()
             assert_answered([stuck])
@@ -330,7 +330,7 @@ def test_batches_of_a_lost_worker_are_cancelled(
             session.close()
         wait_until(lambda: tokens_in_flight(model) == 0)
         (tmp_path / "hang").unlink()
-        assert_answered([Asked(model, text) for text in TEXTS])
+        assert_answered([SubmittedText(model, text) for text in TEXTS])
         assert process.call("fault") is None
         assert model.close(5)
 
@@ -342,10 +342,10 @@ def test_generations_serve_side_by_side(directory: Path, classifier: Bundle) -> 
         old = open_model(classifier, directory)
         assert process.call("load", classifier.path, NAME, 2) is None
         new = open_model(classifier, directory, generation=2)
-        assert_answered([Asked(old), Asked(new)])
+        assert_answered([SubmittedText(old), SubmittedText(new)])
         assert old.close(5)
         assert process.call("unload", NAME, 1, 5.0) is True
-        assert_answered([Asked(new)])
+        assert_answered([SubmittedText(new)])
         with pytest.raises(UnavailableError):
             RemoteSession(directory, 0, NAME, 1)
         assert process.call("unload", NAME, 1, 5.0)["error"] == "PlanError"
@@ -367,10 +367,10 @@ def test_stalled_session_is_a_fault_of_the_engine_process_only(
 ) -> None:
     with serving(faulty_bundle, directory, tmp_path, stall_timeout=0.01) as process:
         model = open_model(faulty_bundle, directory)
-        assert_answered([Asked(model)])
+        assert_answered([SubmittedText(model)])
         assert process.call("can_serve") is True
         (tmp_path / "hang").touch()
-        stuck = Asked(model)
+        stuck = SubmittedText(model)
         fault = wait_until(lambda: process.call("fault"))
         assert fault == f"a session of {NAME} has stalled"
         assert process.call("can_serve") is False
@@ -385,12 +385,12 @@ def test_session_that_fails_for_a_while_recovers(directory: Path, faulty_bundle:
     with serving(faulty_bundle, directory, tmp_path, instances=1) as process:
         model = open_model(faulty_bundle, directory, slots=1)
         write(tmp_path / "fail", "")
-        assert isinstance(Asked(model).wait(), StageError)
+        assert isinstance(SubmittedText(model).wait(), StageError)
         wait_until(lambda: process.call("fault"))
         assert model.engine.fault() is None
         (tmp_path / "fail").unlink()
         wait_until(lambda: not model.engine.is_recovering)
-        assert_answered([Asked(model)])
+        assert_answered([SubmittedText(model)])
         assert model.close(5)
 
 

@@ -73,11 +73,11 @@ def test_process_leaves_connections_to_others_but_not_for_long() -> None:
     """Another process may have fewer connections and yet be stalled."""
 
     async def serve() -> int:
-        sockets, accepted, asked = listen("127.0.0.1", 0), [], 0
+        sockets, accepted, calls = listen("127.0.0.1", 0), [], 0
 
         def is_our_turn(_: int) -> bool:
-            nonlocal asked
-            asked += 1
+            nonlocal calls
+            calls += 1
             return False
 
         def make() -> asyncio.Protocol:
@@ -89,7 +89,7 @@ def test_process_leaves_connections_to_others_but_not_for_long() -> None:
             while not accepted:
                 await asyncio.sleep(0.001)
         acceptor.close()
-        return asked
+        return calls
 
     assert 20 < asyncio.run(asyncio.wait_for(serve(), 20)) < 30
 
