@@ -69,7 +69,9 @@ def send(peer: socket.socket, message: msgspec.Struct, descriptors: Sequence[int
     text = msgspec.json.encode(message)
     data = _LENGTH.pack(len(text)) + text
     sent = socket.send_fds(peer, [data], descriptors)
-    peer.sendall(data[sent:])
+    # An empty rest is not sent: the peer may have answered and closed, and the send would fail.
+    if sent < len(data):
+        peer.sendall(data[sent:])
 
 
 def receive(peer: socket.socket, kind: type[Message], descriptors: int = 0) -> tuple[Message, list[int]]:
