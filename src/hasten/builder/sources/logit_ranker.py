@@ -38,7 +38,7 @@ class LogitRanker:
         """Read the tokens from the folder of a module; without one (""), they are "yes" and "no"."""
         if folder:
             config = files.json(f"{folder}/config.json") or {}
-            ids = [config.get("true_token_id")]
+            ids: list[Any] = [config.get("true_token_id")]
             ids += [] if config.get("false_token_id") is None else [config["false_token_id"]]
         else:
             ids = tokenizer.convert_tokens_to_ids([_TRUE_TOKEN, _FALSE_TOKEN])
