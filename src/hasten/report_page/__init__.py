@@ -25,7 +25,7 @@ from hasten.tasks import Row
 # Enough of a row to recognize it, and of the rows on which a variant differs most.
 _MAX_ROW_CHARS, _MAX_ROWS = 400, 3
 # What would end the element that the data stands in.
-_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
+_ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 def write_page(bundle: Bundle, file: Path) -> None:
@@ -68,14 +68,14 @@ def _page_data(manifest: Manifest, report: Report, rows: Sequence[Row]) -> dict[
 
 
 def _shorten(row: Row) -> Mapping[str, str]:
-    texts = {name: value if isinstance(value, str) else str(value) for name, value in row.items()}
+    texts = {name: str(value) for name, value in row.items()}
     return {name: text if len(text) <= _MAX_ROW_CHARS else f"{text[:_MAX_ROW_CHARS]}…" for name, text in texts.items()}
 
 
 def _to_json(value: object) -> str:
     """Return JSON that can stand in a script element, whatever texts it holds."""
     # Texts of data files may hold lone surrogates, which json escapes.
-    return json.dumps(value).translate(str.maketrans(_ESCAPES))
+    return json.dumps(value).translate(_ESCAPES)
 
 
 def _asset(name: str) -> str:
