@@ -42,6 +42,8 @@ class Screening:
     def __init__(self, rows: Sequence[Row], expected: Expectation, gate: Gate, block_items: int = BLOCK_ITEMS) -> None:
         self._rows, self._expected, self._gate, self._block_items = rows, expected, gate, block_items
         self._blocks: list[_Block] = []
+        # Rows that ran in the last test.
+        self.rows_run = 0
 
     def reject(self, predictor: Predictor, variant: str) -> Verdict | None:
         """Return the verdict on a variant that is clearly inaccurate, None for any other."""
@@ -74,8 +76,9 @@ class Screening:
         return None
 
     def _agreements(self, predictor: Predictor) -> Iterator[Agreement]:
-        self._blocks = self._blocks or self._make_blocks(predictor)
+        self._blocks, self.rows_run = self._blocks or self._make_blocks(predictor), 0
         for block in self._blocks:
+            self.rows_run += block.encoded.items
             groups = batch_in_order(len(block.encoded.batch), self._block_items)
             outputs = predictor.outputs(block.encoded, groups=groups)
             yield predictor.task.agree(outputs, block.reference, block.encoded, predictor.spec)

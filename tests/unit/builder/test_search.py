@@ -141,6 +141,29 @@ def test_variant_that_would_exceed_the_budget_is_not_tried(monkeypatch: pytest.M
     assert clock[0] <= 1.1 * 35.0
 
 
+def test_budget_leaves_time_to_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("hasten.builder.search.search.time.monotonic", lambda: clock[0])
+    builder = FakeBuilder()
+    screen, judge = builder.screen, builder.judge
+
+    def take_five_seconds(variant: Variant) -> ScreenedVariant:
+        clock[0] += 5.0
+        return replace(screen(variant), judge_s=4.0)
+
+    def take_four_seconds(artifact: Artifact) -> Verdict:
+        clock[0] += 4.0
+        return judge(artifact)
+
+    monkeypatch.setattr(builder, "screen", take_five_seconds)
+    monkeypatch.setattr(builder, "judge", take_four_seconds)
+    run = search(builder, budget_s=30.0)
+    run.try_automatic([FP32], [ATTENTION, REFINED, OPENVINO_INT8, TANH_GELU])
+    assert builder.screened == [FP32, ATTENTION, REFINED]
+    assert builder.judged == [ATTENTION, REFINED, FP32]
+    assert clock[0] <= 30.0
+
+
 def test_variant_that_cannot_be_faster_is_not_tried() -> None:
     builder = FakeBuilder(times={FP32: 1.0, ATTENTION: 0.8, OPENVINO: 0.4})
     run = search(builder)

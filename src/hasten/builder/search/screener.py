@@ -58,9 +58,12 @@ class Screener:
                 ratios.append(seconds / first_s)
         return float(np.median(ratios))
 
-    def reject(self, predictor: Predictor, variant: str) -> Verdict | None:
-        """Return the verdict on a variant that a few rows show to be inaccurate, None for any other."""
-        return self._screening().reject(predictor, variant)
+    def reject(self, predictor: Predictor, variant: str) -> tuple[Verdict | None, float]:
+        """Return the verdict on a variant that a few rows show to be inaccurate, None for any other; seconds per row."""
+        screening = self._screening()
+        begin = time.perf_counter()
+        rejection = screening.reject(predictor, variant)
+        return rejection, (time.perf_counter() - begin) / max(1, screening.rows_run)
 
     def sample(self, predictor: Predictor) -> Callable[[int], Agreement | None]:
         """Return a function of the batch size: the agreement of a variant that clearly passes on some of the rows."""

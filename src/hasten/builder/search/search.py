@@ -96,6 +96,8 @@ class ScreenedVariant:
     artifact: Artifact
     relative_time: float
     rejection: Verdict | None = None
+    # The time that judging it on all rows would take, by the time that a few took.
+    judge_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,8 +354,15 @@ class Search:
         return {variant: trial for variant, trial in self.trials.items() if trial.verdict.passed}
 
     def _is_budget_spent(self) -> bool:
-        """Return whether another variant would probably not fit into the budget."""
-        return time.monotonic() + self._longest_s > self._deadline
+        """Return whether another variant, and judging the fastest, would probably not fit into the budget."""
+        return time.monotonic() + self._longest_s + self._left_to_judge_s() > self._deadline
+
+    def _left_to_judge_s(self) -> float:
+        """Return the time to judge the variants that will be stored, and one in fp32."""
+        fastest = sorted(self._screened, key=self._times.__getitem__)[: self.stored]
+        if not any(variant.precision is Precision.FP32 for variant in (*fastest, *self._passed)):
+            fastest += [variant for variant in self._screened if variant.precision is Precision.FP32][:1]
+        return sum(self._screened[variant].judge_s for variant in fastest)
 
 
 def _without(variant: Variant, *words: str) -> Variant:

@@ -96,11 +96,11 @@ class VariantBuilder:
             artifact = self.make(variant)
             with self._open_checked(artifact) as predictor:
                 relative_time = self._screener.relative_time(predictor.session, artifact)
-                rejection = self._screener.reject(predictor, variant.name)
+                rejection, seconds_per_row = self._screener.reject(predictor, variant.name)
             if rejection is not None:
                 rejection = self._with_hint(rejection, artifact)
                 self.discard(artifact)
-        return ScreenedVariant(artifact, relative_time, rejection)
+        return ScreenedVariant(artifact, relative_time, rejection, seconds_per_row * len(self.evaluation_rows))
 
     def judge(self, artifact: Artifact) -> Verdict:
         """Return the verdict of the accuracy gate on a variant that was made; a rejected one is discarded."""
