@@ -59,7 +59,7 @@ class Screener:
         return float(np.median(ratios))
 
     def reject(self, predictor: Predictor, variant: str) -> tuple[Verdict | None, float]:
-        """Return the verdict on a variant that a few rows show to be inaccurate, None for any other; seconds per row."""
+        """Return the verdict on a variant that a few rows show to be inaccurate, or None, and the seconds per row."""
         screening = self._screening()
         begin = time.perf_counter()
         rejection = screening.reject(predictor, variant)
