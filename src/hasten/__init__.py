@@ -22,7 +22,7 @@ from hasten.core.version import __version__
 
 if TYPE_CHECKING:
     from hasten.acceleration import accelerate, restore
-    from hasten.api import build, load, pipeline
+    from hasten.api import build, load, map, pipeline
     from hasten.bundle import Bundle
     from hasten.core.errors import (
         AccuracyError,
@@ -46,6 +46,7 @@ _MODULES = {
     "restore": "hasten.acceleration",
     "build": "hasten.api",
     "load": "hasten.api",
+    "map": "hasten.api",
     "pipeline": "hasten.api",
     "Bundle": "hasten.bundle",
     "Generator": "hasten.generation.generator",
@@ -81,6 +82,7 @@ __all__ = [
     "accelerate",
     "build",
     "load",
+    "map",
     "pipeline",
     "restore",
 ]
