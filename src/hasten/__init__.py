@@ -22,7 +22,7 @@ from hasten.core.version import __version__
 
 if TYPE_CHECKING:
     from hasten.acceleration import accelerate, restore
-    from hasten.api import build, load, map, pipeline
+    from hasten.api import build, load, map, pipeline  # noqa: A004
     from hasten.bundle import Bundle
     from hasten.core.errors import (
         AccuracyError,

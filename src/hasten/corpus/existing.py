@@ -40,7 +40,7 @@ def merge_rejected(state: JobState) -> None:
     import pyarrow as pa
     from pyarrow.parquet import read_table
 
-    tables = [read_table(file, partitioning=None) for file in sorted(state.rejected.glob("part-*.parquet"))]
+    tables = [read_table(file, partitioning=None) for file in sorted(state.rejected.glob("*.parquet"))]
     temporary = state.temporary / REJECTED
     write_rejected(temporary, pa.concat_tables([rejected_schema().empty_table(), *tables]))
     temporary.replace(state.output / REJECTED)

@@ -23,12 +23,13 @@ from hasten.core.system.hardware import usable_cores
 from hasten.corpus.arrow_library import require_arrow
 from hasten.corpus.existing import merge_rejected, read_keys
 from hasten.corpus.filters import RowFilter
+from hasten.corpus.inputs import open_sources
 from hasten.corpus.operator import Operator, StageSeconds, stage_shares
 from hasten.corpus.proof import proof_of
 from hasten.corpus.sessions import answer_in_order, measured_placement
 from hasten.corpus.settings import AnswerSettings, JobSettings
 from hasten.corpus.shard_writer import ShardWriter
-from hasten.corpus.sources import Source, open_sources
+from hasten.corpus.sources import Source
 from hasten.corpus.state import (
     REPORT,
     DoneShard,

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +29,8 @@ class _FileWriter(Protocol):
 
     def close(self, proof: Mapping[str, Any]) -> None: ...
 
+    def abandon(self) -> None: ...
+
 
 class _ParquetFile:
     def __init__(self, stream: IO[bytes], schema: pa.Schema) -> None:
@@ -47,6 +49,11 @@ class _ParquetFile:
         self._writer.add_key_value_metadata({PROOF_KEY: json.dumps(proof, sort_keys=True)})
         self._writer.close()
 
+    def abandon(self) -> None:
+        """Close the writer, which may fail for want of space, since it would otherwise try again when it is freed."""
+        with suppress(OSError, ValueError):
+            self._writer.close()
+
 
 class _JsonLinesFile:
     def __init__(self, stream: IO[bytes]) -> None:
@@ -58,6 +65,9 @@ class _JsonLinesFile:
 
     def close(self, proof: Mapping[str, Any]) -> None:
         """Write nothing: a line is a row, and the proof is in the report."""
+
+    def abandon(self) -> None:
+        """Do nothing: the stream is closed by its owner."""
 
 
 def _plain(value: Any) -> Any:
@@ -129,11 +139,9 @@ class ShardWriter:
 
     def abandon(self) -> None:
         """Close the file, which is not complete."""
-        try:
-            self._file.close({})
+        self._file.abandon()
+        with suppress(OSError, ValueError):
             self._stream.close()
-        except (OSError, ValueError):
-            pass  # for want of space, or because it was closed
 
     def _flush(self) -> None:
         import pyarrow as pa

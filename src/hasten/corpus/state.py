@@ -223,7 +223,7 @@ class JobState:
 
     def rejected_part(self, number: int, key: ShardKey) -> Path:
         """Return the file of rejected rows of a shard."""
-        return self.rejected / self.part(number, key).with_suffix(".parquet").name
+        return self.rejected / f"rejected-{self.part(number, key).stem}.parquet"
 
     def parts(self, runs: int) -> list[Path]:
         """Return the complete output files of the first runs, in order."""

@@ -35,8 +35,8 @@ class TextSource(Source):
         super().__init__(path)
         opened = self._open()
         first = list(islice(opened.rows, _TYPED_ROWS))
-        self._has_types = not opened.is_untyped
-        self.schema = _schema(opened.columns or (), [row for _, row in first if isinstance(row, dict)], self._has_types)
+        self.has_types = not opened.is_untyped
+        self.schema = _schema(opened.columns or (), [row for _, row in first if isinstance(row, dict)], self.has_types)
         self._estimate = self._estimated(first)
 
     @property
@@ -66,6 +66,20 @@ class TextSource(Source):
         return len(first) * Path(self.name).stat().st_size / max(1, sum(map(len, sample)))
 
 
+def unify_types(sources: Sequence[TextSource]) -> None:
+    """Give all JSON files the same columns, as far as their types agree: one file may lack what another has."""
+    import pyarrow as pa
+
+    typed = [source for source in sources if source.has_types]
+    try:
+        unified = pa.unify_schemas([source.schema for source in typed], promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        unified = None  # which files differ is reported for all kinds of files alike
+    for source in typed:
+        schema = source.schema if unified is None else unified
+        source.schema = pa.schema([field.with_type(_without_null(field.type)) for field in schema])
+
+
 def _schema(columns: Sequence[str], rows: Sequence[dict[str, Any]], has_types: bool) -> pa.Schema:
     import pyarrow as pa
 
@@ -80,11 +94,11 @@ def _type(values: list[object]) -> pa.DataType:
     import pyarrow as pa
 
     try:
-        return _without_null(pa.array(values).type)
+        return pa.array(values).type
     except _UNFIT:
         first = next(value for value in values if value is not None)
     try:
-        return _without_null(pa.array([first]).type)
+        return pa.array([first]).type
     except _UNFIT:
         return pa.string()
 
