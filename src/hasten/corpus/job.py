@@ -37,10 +37,9 @@ from hasten.corpus.state import (
     InputFile,
     JobState,
     Placement,
-    ShardKey,
     write_durably,
 )
-from hasten.corpus.windows import Cut, Window
+from hasten.corpus.windows import Cut, ShardKey, Window
 from hasten.families import family_of_bundle
 from hasten.measure.open_verified import open_with_verdict
 

@@ -140,4 +140,5 @@ def _rows_per_s(open_operator: Callable[[int], Operator], placement: Placement, 
         list(pool.map(run, operators))  # the first run allocates
         begin = time.perf_counter()
         list(pool.map(run, operators))
-        return placement.sessions * rows / (time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+    return placement.sessions * rows / seconds

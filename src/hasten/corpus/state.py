@@ -252,8 +252,9 @@ class JobState:
 
     def _parse(self, line: bytes, file: Path) -> DoneShard | FileEnd:
         try:
-            kind = FileEnd if b'"input_rows"' in line else DoneShard
-            return msgspec.json.decode(line, type=kind)
+            if b'"input_rows"' in line:
+                return msgspec.json.decode(line, type=FileEnd)
+            return msgspec.json.decode(line, type=DoneShard)
         except msgspec.DecodeError as error:
             raise StageError(f"{file} is damaged: {error}", hint="choose another directory with -o") from error
 

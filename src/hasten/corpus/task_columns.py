@@ -49,7 +49,8 @@ class AnswerContext:
 def answer_columns(context: AnswerContext) -> AnswerColumns:
     """Return the columns of a task's answers; those of tasks from other packages are JSON."""
     name, settings = context.predictor.spec.name, context.settings
-    columns = _CHOICES.get(name, lambda _: JsonColumn())(context)
+    choose = _CHOICES.get(name)
+    columns = choose(context) if choose is not None else JsonColumn()
     if not isinstance(columns, VectorColumn) and (settings.dimensions or settings.vectors is not VectorType.FLOAT32):
         raise PlanError(f"--vectors and --dimensions apply to vectors, and {name} answers with none")
     return columns

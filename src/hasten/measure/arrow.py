@@ -141,6 +141,7 @@ def _quiet_hub() -> Iterator[None]:
 
 
 def one_line_reason(error: Exception) -> str:
+    """Return the message of a library's exception as one short line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
