@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.corpus.arrow_library import arrow_errors
-from hasten.corpus.sources import PIECE_ROWS, IsWanted, Piece, Source, file_fingerprint
+from hasten.corpus.sources import MAX_PIECE_BYTES, PIECE_ROWS, IsWanted, Piece, Source, file_fingerprint
 from hasten.measure.arrow import DATASETS, load_dataset, parse_address, translate_read_errors
 
 if TYPE_CHECKING:
@@ -44,9 +44,13 @@ class ParquetSource(Source):
         with file:
             start = 0
             for group in range(file.num_row_groups):
-                stop = start + file.metadata.row_group(group).num_rows
+                metadata = file.metadata.row_group(group)
+                stop = start + metadata.num_rows
                 if is_wanted(start, stop):
-                    batches = file.iter_batches(PIECE_ROWS, row_groups=[group], columns=list(columns))
+                    # Fewer rows at a time where they are large.
+                    rows = MAX_PIECE_BYTES * metadata.num_rows // max(1, metadata.total_byte_size)
+                    size = min(PIECE_ROWS, max(1, rows))
+                    batches = file.iter_batches(size, row_groups=[group], columns=list(columns))
                     yield from _located(self.name, batches, start, columns)
                 start = stop
 
@@ -109,10 +113,12 @@ class DatasetSource(Source):
         return {"rows": self.row_count, "fingerprint": getattr(self._loaded, "_fingerprint", None)}
 
     def pieces(self, columns: Sequence[str], is_wanted: IsWanted) -> Iterator[Piece]:
+        import pyarrow as pa
+
         def batches() -> Iterator[pa.RecordBatch]:
             with translate_read_errors(self.name):
                 for table in self._loaded.with_format("arrow").iter(PIECE_ROWS):
-                    yield table.select(list(columns)).combine_chunks().to_batches(PIECE_ROWS)[0]
+                    yield pa.concat_batches(table.select(list(columns)).to_batches())
 
         return _located(self.name, batches(), 0, columns)
 

@@ -85,6 +85,8 @@ class RowFilter:
 
         if term.operator is None:
             return pc.is_valid(column) if term.is_negated else pc.is_null(column)
+        if pa.types.is_dictionary(column.type):
+            column = pc.cast(column, column.type.value_type)
         is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
         with arrow_errors(f"--where: '{term.column}' ({column.type}) cannot be compared with {term.value!r}"):
             # Tables of text, such as CSV, hold their numbers as text.

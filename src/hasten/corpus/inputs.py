@@ -71,16 +71,16 @@ def check_equal_schemas(sources: Sequence[Source]) -> None:
         names = source.schema.names
         if duplicates := [name for name in names if names.count(name) > 1]:
             raise InputError(f"{source.name} has two columns named '{duplicates[0]}'")
+        for field_ in source.schema:
+            index = first.schema.get_field_index(field_.name)
+            if index >= 0 and field_.type != (expected := first.schema.field(index).type):
+                raise InputError(
+                    f"column '{field_.name}' is {field_.type} in {source.name} and {expected} in {first.name}",
+                    hint="inputs of one job have the same columns: run the others as a job of their own",
+                )
         for one, other in ((first, source), (source, first)):
             if missing := [name for name in one.schema.names if name not in other.schema.names]:
                 raise InputError(
                     f"{other.name} has no column '{missing[0]}', which {one.name} has",
-                    hint="inputs of one job have the same columns: run the others as a job of their own",
-                )
-        for field_ in source.schema:
-            expected = first.schema.field(field_.name).type
-            if field_.type != expected:
-                raise InputError(
-                    f"column '{field_.name}' is {field_.type} in {source.name} and {expected} in {first.name}",
                     hint="inputs of one job have the same columns: run the others as a job of their own",
                 )

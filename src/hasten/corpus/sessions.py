@@ -78,6 +78,8 @@ class _Pool:
             with self._change:
                 self._is_stopped = True
                 self._change.notify_all()
+            for operator in self._operators:
+                operator.stop.set()
             for thread in threads:
                 thread.join()
 
@@ -125,7 +127,7 @@ def measured_placement(
 
 
 def _rows_per_s(open_operator: Callable[[int], Operator], placement: Placement, sample: Window) -> float:
-    rows = min(_MEASURED_ROWS, sample.rows.num_rows)
+    rows: int = min(_MEASURED_ROWS, sample.rows.num_rows)
     window = Window(sample.shard, sample.rows.slice(0, rows), sample.positions[:rows], {}, rows, is_last=True)
     with ExitStack() as opened:
         operators = [open_operator(placement.threads or 1) for _ in range(placement.sessions)]

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Rows read at a time. Borders of pieces are multiples of it from the start of a row group, whatever is skipped.
+# Rows read at a time, and about how many bytes of them. The borders of pieces depend on the file alone, whatever is
+# skipped.
 PIECE_ROWS = 1024
+MAX_PIECE_BYTES = 64 * 2**20
 
 # Whether any row of a range is needed.
 IsWanted = Callable[[int, int], bool]

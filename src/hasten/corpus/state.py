@@ -261,7 +261,11 @@ class JobState:
     def _check_output(self) -> None:
         if self.output.exists() and not self.output.is_dir():
             raise PlanError(f"{self.output} is a file", hint="choose a directory with -o")
-        if self.output.is_dir() and not self.folder.exists() and any(self.output.iterdir()):
+        if (
+            self.output.is_dir()
+            and any(file.name != STATE for file in self.output.iterdir())
+            and not self.folder.exists()
+        ):
             raise PlanError(
                 f"{self.output} is not empty and holds no job of hasten map", hint="choose another directory with -o"
             )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.core.errors import InputError
-from hasten.corpus.sources import PIECE_ROWS, IsWanted, Piece, Source, file_fingerprint
+from hasten.corpus.sources import MAX_PIECE_BYTES, PIECE_ROWS, IsWanted, Piece, Source, file_fingerprint
 from hasten.measure.text_files import DataSource, LocatedRow, json_lines, json_values, table
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ class TextSource(Source):
         return file_fingerprint(self.name)
 
     def pieces(self, columns: Sequence[str], is_wanted: IsWanted) -> Iterator[Piece]:
-        rows = self._open().rows
         start = 0
-        while block := list(islice(rows, PIECE_ROWS)):
+        for block in _blocks(self._open().rows):
             if is_wanted(start, start + len(block)):
                 yield _piece(start, block, self.schema, columns)
             start += len(block)
+        self.row_count = start
 
     def _open(self) -> DataSource:
         reader = _READERS[Path(self.name).suffix.lower()]
@@ -66,18 +66,40 @@ class TextSource(Source):
         return len(first) * Path(self.name).stat().st_size / max(1, sum(map(len, sample)))
 
 
+def _blocks(rows: Iterable[LocatedRow]) -> Iterator[list[LocatedRow]]:
+    """Yield the rows in lists of bounded length and size."""
+    block: list[LocatedRow] = []
+    size = 0
+    for located in rows:
+        block.append(located)
+        if isinstance(row := located[1], dict):
+            size += sum(len(value) for value in row.values() if isinstance(value, str))
+        if len(block) == PIECE_ROWS or size >= MAX_PIECE_BYTES:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
 def unify_types(sources: Sequence[TextSource]) -> None:
-    """Give all JSON files the same columns, as far as their types agree: one file may lack what another has."""
+    """Give all JSON files the same columns: one file may lack what another has, or have whole numbers for fractions."""
     import pyarrow as pa
 
     typed = [source for source in sources if source.has_types]
-    try:
-        unified = pa.unify_schemas([source.schema for source in typed], promote_options="permissive")
-    except (pa.ArrowInvalid, pa.ArrowTypeError):
-        unified = None  # which files differ is reported for all kinds of files alike
+    unified: dict[str, pa.Field] = {}
     for source in typed:
-        schema = source.schema if unified is None else unified
-        source.schema = pa.schema([field.with_type(_without_null(field.type)) for field in schema])
+        for field in source.schema:
+            before = unified.get(field.name, field)
+            try:
+                schemas = [pa.schema([before]), pa.schema([field])]
+                unified[field.name] = pa.unify_schemas(schemas, promote_options="permissive").field(0)
+            except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+                raise InputError(
+                    f"column '{field.name}' is {field.type} in {source.name} and {before.type} in files before it",
+                    hint="inputs of one job have the same columns: run the others as a job of their own",
+                ) from error
+    for source in typed:
+        source.schema = pa.schema([field.with_type(_without_null(field.type)) for field in unified.values()])
 
 
 def _schema(columns: Sequence[str], rows: Sequence[dict[str, Any]], has_types: bool) -> pa.Schema:

@@ -73,6 +73,7 @@ class Cut:
         def is_wanted(start: int, stop: int) -> bool:
             return any(is_needed(ShardKey(file, index)) for index in range(start // size, -(-stop // size)))
 
+        is_counted = source.row_count is not None
         if source.row_count is not None:
             on_end(source.row_count)
         collector: _Collector | None = None
@@ -89,9 +90,10 @@ class Cut:
             end = piece.start + piece.rows.num_rows
         if collector is not None:
             yield collector.window(is_last=True)
-        if source.row_count is None:
-            on_end(end)
-        if (end == 0 and not source.row_count) and is_needed(ShardKey(file, 0)):
+        if not is_counted:
+            # A reader that left out the last rows has counted them.
+            on_end(end if source.row_count is None else source.row_count)
+        if end == 0 and not source.row_count and is_needed(ShardKey(file, 0)):
             yield _Collector(ShardKey(file, 0), self).window(is_last=True)
 
     def keep(self, rows: pa.RecordBatch, bad: Sequence[int]) -> IntArray:
