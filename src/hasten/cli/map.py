@@ -11,7 +11,7 @@ from hasten.core.options import add_options, read_options
 from hasten.corpus.settings import AnswerSettings, JobSettings, parse_task_options
 
 if TYPE_CHECKING:
-    from hasten.corpus.job import MapReport
+    from hasten.corpus.report import MapReport
 
 _INTERRUPTED = 130
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hasten.backends import SupportsPipelining
-from hasten.core.errors import InputError
+from hasten.core.errors import InputError, translate_mismatch
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, FloatArray
 from hasten.core.variant import CPU
 from hasten.corpus.operator import AnsweredWindow, InputColumns, Operator, Rejected, reason_of
@@ -88,7 +88,10 @@ class EncoderOperator(Operator):
                 running.append(_Prepared(window, *self.read(window)))
                 yield running[-1]
 
-        with closing(self._predictor.run_in_chunks(prepared(), encode, on_batch=self.check_stop)) as results:
+        with (
+            translate_mismatch(f"the model does not fit its task, {self._task.name}"),
+            closing(self._predictor.run_in_chunks(prepared(), encode, on_batch=self.check_stop)) as results,
+        ):
             for encoded, outputs in results:
                 current = running.popleft()
                 start = time.perf_counter()

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -25,8 +25,10 @@ from hasten.corpus.existing import merge_rejected, read_keys
 from hasten.corpus.filters import RowFilter
 from hasten.corpus.inputs import open_sources
 from hasten.corpus.operator import Operator, StageSeconds, stage_shares
+from hasten.corpus.placement import measured_placement
 from hasten.corpus.proof import proof_of
-from hasten.corpus.sessions import answer_in_order, measured_placement
+from hasten.corpus.report import MapReport, ProgressMeter
+from hasten.corpus.sessions import answer_in_order
 from hasten.corpus.settings import AnswerSettings, JobSettings
 from hasten.corpus.shard_writer import ShardWriter
 from hasten.corpus.sources import Source
@@ -47,29 +49,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 logger = logging.getLogger("hasten")
-
-
-@dataclass(frozen=True, slots=True)
-class MapReport:
-    """What a process did, and the state of the whole output."""
-
-    output: str
-    # Whether every shard of every input is answered; other processes may still do theirs.
-    is_complete: bool
-    # Of this process: rows with an answer, seconds of work, and the share of each stage.
-    rows: int
-    seconds: float
-    rows_per_s: float
-    tokens_per_s: float
-    stages: dict[str, float]
-    cost_per_million_rows: float | None
-    # Of the whole output so far.
-    total_rows: int
-    total_rejected: int
-    total_truncated: int
-    files: int
-    placement: Placement
-    proof: dict[str, Any]
 
 
 def run_job(
@@ -150,11 +129,11 @@ class _Job:
             step(progress, "map", total=round(expected)) as shown,
             closing(answer_in_order(operators, self._timed_windows())) as answers,
         ):
-            done = self._write(answers, rejected, _Meter(shown, expected, begin, stages))
+            done = self._write(answers, rejected, ProgressMeter(shown, expected, begin, stages))
         seconds = time.perf_counter() - begin
-        return self._report(done, seconds, stage_shares(stages), Placement(len(operators), self._threads))
+        return self._report(done, seconds, stage_shares(stages))
 
-    def _write(self, answers: Iterator[Any], rejected: int, meter: _Meter) -> list[DoneShard]:
+    def _write(self, answers: Iterator[Any], rejected: int, meter: ProgressMeter) -> list[DoneShard]:
         writer: ShardWriter | None = None
         done: list[DoneShard] = []
         try:
@@ -221,34 +200,34 @@ class _Job:
 
     def _operators(self) -> list[Operator]:
         """Open as many sessions as are fastest; a resumed job uses as many as before."""
+        settings, cores = self._settings, usable_cores()
         job = self._state.read()
         placement = job.placement if job is not None else None
-        settings = self._settings
         if settings.sessions is not None or settings.threads is not None:
             sessions = settings.sessions or 1
-            placement = Placement(sessions, settings.threads or max(1, usable_cores() // sessions))
+            placement = Placement(sessions, settings.threads or max(1, cores // sessions))
         elif not self._first.may_run_beside_others:
             placement = Placement(1, None)
-        elif placement is None:
+        elif placement is None or placement.sessions * (placement.threads or 1) > cores:
             sample = next(islice(self._windows(), 1), None)
-            placement = measured_placement(self._open, sample, self._expected_rows())
-        self._threads = placement.threads
+            placement = measured_placement(self._open, sample, self._expected_rows(), self._artifact.size_bytes)
         if job is not None and job.placement != placement:
             self._state.change(placement=placement)
-        if placement.sessions == 1 and placement.threads in (None, settings.threads, usable_cores()):
+        self._placement = placement
+        if placement.sessions == 1 and placement.threads in (None, settings.threads or cores):
             return [self._first]
-        operators = [self._open(placement.threads) for _ in range(placement.sessions)]
-        for operator in operators:
-            self._opened.callback(operator.close)
+        self._first.close()
+        operators = []
+        for _ in range(placement.sessions):
+            operators.append(self._open(placement.threads))
+            self._opened.callback(operators[-1].close)
         return operators
 
     def _expected_rows(self) -> float:
         share = self._settings.shard.count
         return sum(source.estimated_rows for source in self._sources) / share
 
-    def _report(
-        self, done: Sequence[DoneShard], seconds: float, stages: dict[str, float], placement: Placement
-    ) -> MapReport:
+    def _report(self, done: Sequence[DoneShard], seconds: float, stages: dict[str, float]) -> MapReport:
         progress = self._state.progress(self._number)
         is_complete = progress.is_complete(len(self._sources), self._cut.rows_per_shard)
         before = [self._state.progress(number).done.values() for number in range(self._number)]
@@ -269,7 +248,7 @@ class _Job:
             total_rejected=sum(shard.rejected for shard in shards),
             total_truncated=sum(shard.truncated for shard in shards),
             files=len(shards),
-            placement=placement,
+            placement=self._placement,
             proof=self.proof,
         )
         if is_complete:
@@ -284,26 +263,6 @@ class _Job:
         file = self._state.output / REPORT
         if report.rows or not file.exists():
             write_durably(file, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-
-
-class _Meter:
-    """Shows the speed, the time that is left and the share of each stage."""
-
-    def __init__(self, progress: Progress, expected: float, begin: float, stages: Sequence[StageSeconds]) -> None:
-        self._progress, self._expected, self._begin, self._stages = progress, expected, begin, stages
-        self._rows = self._tokens = 0
-
-    def advance(self, rows: int, tokens: int) -> None:
-        """Count the rows of a window."""
-        self._rows += rows
-        self._tokens += tokens
-        elapsed = time.perf_counter() - self._begin
-        left = max(0.0, self._expected - self._rows) * elapsed / max(1, self._rows)
-        shares = " ".join(f"{stage} {share:.0%}" for stage, share in stage_shares(self._stages).items())
-        note = (
-            f"{self._rows / elapsed:,.0f} rows/s, {self._tokens / elapsed:,.0f} tokens/s, {left:,.0f} s left; {shares}"
-        )
-        self._progress.advance(rows, note)
 
 
 def kept_columns(schema: pa.Schema, settings: AnswerSettings) -> list[str]:

@@ -1,29 +1,19 @@
-"""Run several sessions at once, in the order of the windows, and measure how many are fastest."""
+"""Run several sessions at once, in the order of the windows."""
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from queue import Queue
 
-from hasten.core.system.hardware import usable_cores
 from hasten.core.system.prefetch import prefetch
 from hasten.corpus.operator import AnsweredWindow, Operator
-from hasten.corpus.state import Placement
 from hasten.corpus.windows import Window
-
-logger = logging.getLogger("hasten")
 
 # Windows that are read, and answered windows that wait to be written, ahead of time.
 _AHEAD = 2
-# Rows that each session answers in a measurement; fewer rows in all do not pay for one.
-_MEASURED_ROWS = 128
-_MIN_ROWS = 20 * _MEASURED_ROWS
 
 
 def answer_in_order(operators: Sequence[Operator], windows: Iterable[Window]) -> Generator[AnsweredWindow, None, None]:
@@ -106,41 +96,3 @@ class _Pool:
                     self._change.wait()
             numbers.append(number)
             yield window
-
-
-def measured_placement(
-    open_operator: Callable[[int], Operator], sample: Window | None, expected_rows: float
-) -> Placement:
-    """Return the fastest way to share the cores among sessions, measured on the first rows."""
-    cores = usable_cores()
-    whole = Placement(1, cores)
-    if cores == 1 or sample is None or expected_rows < _MIN_ROWS or not sample.rows.num_rows:
-        return whole
-    candidates = [Placement(cores // threads, threads) for threads in (cores, 4, 2, 1) if threads <= cores]
-    speeds = {placement: _rows_per_s(open_operator, placement, sample) for placement in dict.fromkeys(candidates)}
-    best = max(speeds, key=lambda placement: speeds[placement])
-    logger.info(
-        "sessions × threads, rows/s: %s",
-        ", ".join(f"{placement.sessions}×{placement.threads} {speed:.0f}" for placement, speed in speeds.items()),
-    )
-    return best
-
-
-def _rows_per_s(open_operator: Callable[[int], Operator], placement: Placement, sample: Window) -> float:
-    rows: int = min(_MEASURED_ROWS, sample.rows.num_rows)
-    window = Window(sample.shard, sample.rows.slice(0, rows), sample.positions[:rows], {}, rows, is_last=True)
-    with ExitStack() as opened:
-        operators = [open_operator(placement.threads or 1) for _ in range(placement.sessions)]
-        for operator in operators:
-            opened.callback(operator.close)
-        pool = opened.enter_context(ThreadPoolExecutor(placement.sessions))
-
-        def run(operator: Operator) -> None:
-            for _ in operator.run([window]):
-                pass
-
-        list(pool.map(run, operators))  # the first run allocates
-        begin = time.perf_counter()
-        list(pool.map(run, operators))
-        seconds = time.perf_counter() - begin
-    return placement.sessions * rows / seconds

@@ -124,7 +124,7 @@ class AnswerSettings:
     ] = None
     on_long: Annotated[
         OnLong,
-        Option(OnLong, "WHAT", "truncate texts beyond the model's limit, or reject their rows (default: truncate)",
+        Option(OnLong, "WHAT", "truncate texts beyond the model's limit, or reject their rows",
             _ANSWERS, choices=tuple(OnLong)),
     ] = OnLong.TRUNCATE  # fmt: skip
     max_row_bytes: Annotated[
@@ -132,7 +132,7 @@ class AnswerSettings:
     ] = 2**20
     vectors: Annotated[
         VectorType,
-        Option(VectorType, "TYPE", "element type of vectors (default: float32)", _ANSWERS, choices=tuple(VectorType)),
+        Option(VectorType, "TYPE", "element type of vectors", _ANSWERS, choices=tuple(VectorType)),
     ] = VectorType.FLOAT32
     dimensions: Annotated[int | None, Option(_parse_count, "N", "keep the first N dimensions of vectors", _ANSWERS)] = (
         None
@@ -151,7 +151,7 @@ class JobSettings:
     answers: AnswerSettings = field(default_factory=AnswerSettings)
     file_format: Annotated[
         FileFormat,
-        Option(FileFormat, "FORMAT", "format of the output files (default: parquet)", _OUTPUT, ("--format",),
+        Option(FileFormat, "FORMAT", "format of the output files", _OUTPUT, ("--format",),
             choices=tuple(FileFormat)),
     ] = FileFormat.PARQUET  # fmt: skip
     rows_per_file: Annotated[
@@ -178,7 +178,7 @@ class JobSettings:
     ] = None
     shard: Annotated[
         JobShard,
-        Option(_parse_shard, "I/N", "do share I of N, for an array of jobs that write to one output (default: 0/1)",
+        Option(_parse_shard, "I/N", "do share I of N, for an array of jobs that write to one output",
             _RUN),
     ] = JobShard()  # fmt: skip
     price_per_hour: Annotated[

@@ -21,9 +21,11 @@ from pyarrow import parquet
 
 import hasten
 from hasten.cli import main
-from hasten.core.errors import InputError, PlanError, StageError
-from hasten.corpus.job import MapReport, run_job
+from hasten.core.errors import InputError, PlanError, StageError, UnsupportedError
+from hasten.corpus.job import run_job
+from hasten.corpus.report import MapReport
 from hasten.corpus.settings import AnswerSettings, FileFormat, JobSettings, JobShard, OnLong
+from hasten.corpus.state import Placement
 from support.models.tiny_encoders import CORPUS
 from support.wait import wait_until
 
@@ -285,6 +287,41 @@ def test_number_of_sessions_leaves_the_output_unchanged(run: Runner, tmp_path: P
     run(tmp_path / "rows.jsonl", tmp_path / "one")
     run(tmp_path / "rows.jsonl", tmp_path / "three", sessions=3)
     assert content(tmp_path / "one") == content(tmp_path / "three")
+
+
+def test_measured_number_of_sessions_is_kept(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "rows.jsonl", table(70))
+    monkeypatch.setattr("hasten.corpus.placement._MIN_ROWS", 1)
+    for module in ("placement", "job"):
+        monkeypatch.setattr(f"hasten.corpus.{module}.usable_cores", lambda: 2)
+    first = run(tmp_path / "rows.jsonl", tmp_path / "out", sessions=None, threads=None, shard=JobShard(0, 2))
+    assert first.placement in (Placement(1, 2), Placement(2, 1))
+    stored = json.loads((tmp_path / "out" / "_state" / "job.json").read_bytes())["placement"]
+    assert stored == {"sessions": first.placement.sessions, "threads": first.placement.threads}
+    monkeypatch.setattr("hasten.corpus.job.measured_placement", None)
+    second = run(tmp_path / "rows.jsonl", tmp_path / "out", sessions=None, threads=None, shard=JobShard(1, 2))
+    assert second.placement == first.placement
+    assert second.is_complete
+
+
+def test_missing_pyarrow_is_one_line_with_a_hint(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UnsupportedError, match=r"hasten map needs the package 'pyarrow'.*pip install 'hasten\[data\]'"):
+        run(tmp_path / "rows.jsonl", tmp_path / "out")
+
+
+def test_interrupted_job_ends_soon_and_continues(classifier_bundle: Any, tmp_path: Path) -> None:
+    source, output = write_json_lines(tmp_path / "rows.jsonl", table(3000).to_pylist()), tmp_path / "out"
+    arguments = command(Path(classifier_bundle.path), source, output)
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: complete_files(output) >= 2)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == "interrupted: complete files are kept, and the same command continues after them\n"
+    assert not list((output / "_state").glob("temporary*"))
+    subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
+    assert read(output)["id"].to_pylist() == list(range(3000))
 
 
 def test_proof_is_in_the_footer_and_the_report(run: Runner, classifier_bundle: Any, tmp_path: Path) -> None:
