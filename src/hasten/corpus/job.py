@@ -287,4 +287,4 @@ def output_schema(schema: pa.Schema, kept: Sequence[str], operator: Operator) ->
         raise PlanError(
             f"the input has a column '{clash}', and so have the answers", hint=f"--drop {clash}, or --prefix answer_"
         )
-    return pa.schema([*(schema.field(name) for name in kept), *answers])
+    return pa.schema([*(schema.field(name).with_nullable(True).remove_metadata() for name in kept), *answers])

@@ -171,6 +171,10 @@ class ShardWriter:
             raise StageError(error.message, hint=hint) from error
         except OSError as error:
             raise StageError(f"writing {self._part} failed: {error.strerror or error}", hint=hint) from error
+        except (ValueError, NotImplementedError) as error:  # a type that the format does not have
+            raise StageError(
+                f"writing {self._part} failed: {error}", hint="--drop leaves out columns of the input"
+            ) from error
 
 
 def rejected_schema() -> pa.Schema:

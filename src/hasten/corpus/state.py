@@ -176,6 +176,8 @@ class JobState:
                 raise PlanError(f"{self.output} holds the output of another job: {options}", hint=_ELSEWHERE)
             current = _unread(inputs, job.runs[:-1])
             self._check_inputs(last, current, number)
+            if current != last.inputs:
+                self._write(replace(job, runs=[*job.runs[:-1], replace(last, inputs=current)]))
             return number, current
 
     def read(self) -> Job | None:
@@ -288,7 +290,8 @@ class JobState:
         for names, others, problem in ((before, now, "is missing"), (now, before, "is new")):
             if different := [name for name in names if name not in others]:
                 raise PlanError(f"the inputs of {self.output} have changed: {different[0]} {problem}", hint=hint)
-        begun = {key.file for key in self.progress(number).done}
+        progress = self.progress(number)
+        begun = {key.file for key in progress.done} | set(progress.input_rows)
         for index, (file, current) in enumerate(zip(run.inputs, inputs, strict=True)):
             if file.fingerprint != current.fingerprint and index in begun:
                 raise PlanError(f"the inputs of {self.output} have changed: {file.name} is not the same", hint=hint)

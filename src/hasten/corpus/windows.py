@@ -66,16 +66,13 @@ class Cut:
     ) -> Iterator[Window]:
         """Yield the windows of the shards that are needed, in order; a file without rows has one empty shard.
 
-        `on_end` receives the number of rows once it is known.
+        `on_end` receives the number of rows once all that are needed are read.
         """
         size = self.rows_per_shard
 
         def is_wanted(start: int, stop: int) -> bool:
             return any(is_needed(ShardKey(file, index)) for index in range(start // size, -(-stop // size)))
 
-        is_counted = source.row_count is not None
-        if source.row_count is not None:
-            on_end(source.row_count)
         collector: _Collector | None = None
         end = 0
         for piece in source.pieces(self.columns, is_wanted):
@@ -90,9 +87,8 @@ class Cut:
             end = piece.start + piece.rows.num_rows
         if collector is not None:
             yield collector.window(is_last=True)
-        if not is_counted:
-            # A reader that left out the last rows has counted them.
-            on_end(end if source.row_count is None else source.row_count)
+        # A reader that left out the last rows has counted them.
+        on_end(end if source.row_count is None else source.row_count)
         if end == 0 and not source.row_count and is_needed(ShardKey(file, 0)):
             yield _Collector(ShardKey(file, 0), self).window(is_last=True)
 

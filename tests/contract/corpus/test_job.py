@@ -234,6 +234,23 @@ def test_input_that_is_damaged_in_the_middle_leaves_a_job_that_can_continue(run:
     assert read(tmp_path / "out")["id"].to_pylist() == list(range(96))
 
 
+def test_file_of_which_nothing_was_answered_may_be_repaired(run: Runner, tmp_path: Path) -> None:
+    folder, output = tmp_path / "in", tmp_path / "out"
+    folder.mkdir()
+    write(folder / "a.json", table(40))
+    # Beyond the rows that decide on the columns, but among the first that are read together.
+    (folder / "b.json").write_text("[" + '{"id": 0, "text": "rain"}, ' * 1005 + "rain]")
+    with pytest.raises(InputError, match=r"b.json, item 1006 is not JSON"):
+        run(folder, output)
+    assert complete_files(output) == 2
+    write(folder / "b.json", table(50, seed=2))
+    assert run(folder, output).total_rows == 90
+    assert run(folder, output).rows == 0
+    write(folder / "b.json", table(51, seed=2))
+    with pytest.raises(PlanError, match=r"b.json is not the same"):
+        run(folder, output)
+
+
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_zero_rows_make_an_empty_output_with_columns(run: Runner, tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "in"
