@@ -32,6 +32,7 @@ from hasten.core.tensors import Batch, Shape
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.core.variant import Variant, VariantChoice
 from hasten.core.version import __version__
+from hasten.report_page import render_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,9 @@ class BuildPipeline(ABC):
             writer.add_tokenizer(self._tokenizer_file)
             writer.add_configurations(self.work / "configurations")
             writer.add_report(report)
-            return writer.commit(add_contents(writer, trials))
+            manifest = add_contents(writer, trials)
+            writer.add_page(render_page(manifest, report, writer.reference_rows))
+            return writer.commit(manifest)
 
     def manifest(self, loaded: Loaded, variants: Sequence[VariantEntry]) -> Manifest:
         """Return the part of the manifest that all model families share."""

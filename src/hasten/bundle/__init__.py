@@ -1,7 +1,7 @@
 """Read and write bundles: self-contained directories that are written once and never changed.
 
 manifest.json            model, task, tensors, variants, hashes, machine, versions
-report.json              measurements of the build
+report.json              measurements of the build; report.html shows them
 graph/model.onnx         the graph every variant comes from, in fp32 unless the source has a lower precision
 variants/<name>/…        the chosen variant and the next eligible one
 tokenizer/tokenizer.json

@@ -29,6 +29,8 @@ TOKENIZER = "tokenizer/tokenizer.json"
 # The directory of config.json and tokenizer_config.json, which transformers reads.
 TRANSFORMERS = "transformers"
 REPORT = "report.json"
+# The same as a page; it is not sealed.
+PAGE = "report.html"
 REFERENCE_INPUTS = "reference/inputs.jsonl"
 REFERENCE_OUTPUTS = "reference/outputs.npz"
 GRAPH_BACKEND = "graph"

@@ -14,7 +14,7 @@ import numpy as np
 
 from hasten.backends import Artifact
 from hasten.bundle.manifest import FILE, Manifest, is_bundle, sha256
-from hasten.bundle.read import REFERENCE_INPUTS, REFERENCE_OUTPUTS, REPORT, TOKENIZER, TRANSFORMERS, Bundle
+from hasten.bundle.read import PAGE, REFERENCE_INPUTS, REFERENCE_OUTPUTS, REPORT, TOKENIZER, TRANSFORMERS, Bundle
 from hasten.core.errors import translate_os_errors
 from hasten.core.report import Report
 from hasten.core.system import atomic_directory
@@ -35,6 +35,7 @@ class BundleWriter(AtomicDirectory):
 
     def __init__(self, target: Path, *, force: bool = False) -> None:
         super().__init__(target, lambda path: check_target(path, force=force))
+        self.reference_rows: Sequence[Row] = ()
 
     def add_graph(self, graph: Path) -> str:
         """Add the graph with its external data; return its path inside the bundle."""
@@ -60,6 +61,7 @@ class BundleWriter(AtomicDirectory):
 
     def add_reference(self, rows: Sequence[Row], outputs: Outputs) -> None:
         """Add input rows and the outputs of the original model."""
+        self.reference_rows = rows
         with translate_os_errors(f"writing {self.target}"):
             inputs = self.path / REFERENCE_INPUTS
             inputs.parent.mkdir()
@@ -75,12 +77,18 @@ class BundleWriter(AtomicDirectory):
         with translate_os_errors(f"writing {self.target}"):
             (self.path / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
 
+    def add_page(self, text: str) -> None:
+        """Add the report as a page."""
+        with translate_os_errors(f"writing {self.target}"):
+            (self.path / PAGE).write_text(text, encoding="utf-8")
+
     def commit(self, manifest: Manifest) -> Bundle:
         """Seal the manifest with the hashes of all files and move the bundle into place."""
+        # The page repeats other files, and `hasten report` writes it anew.
         files = {
             file.relative_to(self.path).as_posix(): sha256(file)
             for file in sorted(self.path.rglob("*"))
-            if file.is_file()
+            if file.is_file() and file != self.path / PAGE
         }
         manifest = replace(manifest, files=files).sealed()
         with translate_os_errors(f"writing {self.target}"):

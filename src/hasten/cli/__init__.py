@@ -30,6 +30,7 @@ COMMANDS = {
     "deploy kubernetes": "write manifests that run a bundle on Kubernetes",
     "deploy kserve": "write manifests that run a bundle on KServe",
     "bench": "benchmark the variants of a bundle at all shapes",
+    "report": "write the report of a bundle as a page",
     "inspect": "show the contents of a bundle: report, files, graphs and fusions",
     "doctor": "check the packages, backends and hardware of this machine",
 }

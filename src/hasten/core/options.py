@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
 
 from hasten.core.errors import HastenError, PlanError
@@ -93,6 +94,29 @@ def read_options(kind: type[T], values: Mapping[str, Any], path: str = "", **oth
             except HastenError as error:
                 raise PlanError(f"{declared.flags[-1]}: {error.message}", hint=error.hint) from error
     return kind(**arguments)
+
+
+def changed_options(value: DataclassInstance) -> list[str]:
+    """Return the command-line arguments that make this dataclass again: the options that differ from their defaults."""
+    arguments: list[str] = []
+    for declared in _declared(type(value)):
+        setting = attrgetter(declared.path)(value)
+        if setting == declared.default or not (setting or declared.default):
+            continue
+        arguments.append(declared.flags[-1])
+        if declared.option.is_flag:
+            continue
+        if isinstance(setting, Mapping):
+            arguments.append(",".join(f"{name}={text}" for name, text in setting.items()))
+        elif isinstance(setting, tuple | list):
+            arguments += map(str, setting)
+        else:
+            arguments += str(setting).split() if declared.option.has_many else [_written(setting)]
+    return arguments
+
+
+def _written(setting: object) -> str:
+    return f"{setting:g}" if isinstance(setting, float) else str(setting)
 
 
 def parse_whole(text: str) -> int:

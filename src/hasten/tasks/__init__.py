@@ -20,6 +20,7 @@ from hasten.core.errors import InputError
 from hasten.core.registry import Registry, did_you_mean
 from hasten.core.report import Agreement, Metric
 from hasten.core.tensors import Batch, FloatArray, IntArray, Outputs
+from hasten.core.text.pair_template import PairTemplate
 from hasten.core.text.tokenizer import Tokenizer, Tokens
 
 Item = TypeVar("Item")
@@ -57,6 +58,9 @@ class TaskSpec:
     mask_token: str = ""
     # The function that turns a ranking model's logit into its score.
     activation: str = ""
+    # The chat template of a ranking model, for a pair and for a pair with an instruction (a prompt).
+    template: PairTemplate | None = None
+    instructed_template: PairTemplate | None = None
 
 
 @dataclass(frozen=True, slots=True)

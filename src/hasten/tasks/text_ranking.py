@@ -12,6 +12,7 @@ from hasten.core.errors import InputError
 from hasten.core.report import Agreement, Metric
 from hasten.core.tensors import BATCH, FloatArray, IntArray, Outputs
 from hasten.core.text.input_checks import check_min, check_text, check_texts, list_items
+from hasten.core.text.pair_template import PairTemplate
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.metrics.agreement import compare, find_non_finite
 from hasten.metrics.labels import CORRELATIONS, correlation
@@ -74,6 +75,7 @@ class Options:
     top_k: int | None
     has_documents: bool
     prompt: str
+    template: PairTemplate | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +116,14 @@ class TextRanking(Task[Query, Answer, Options]):
     def options(self, spec: TaskSpec, values: Mapping[str, object]) -> Options:
         raw = read_options(_RawOptions, values, any_case="function_to_apply")
         check_min("top_k", raw.top_k, alternative=", or null for all documents")
+        prompt = resolve_prompt(spec, raw.prompt_name, raw.prompt)
         return Options(
             scores=len(spec.labels),
             scoring=raw.function_to_apply or _scoring(spec),
             top_k=raw.top_k,
             has_documents=raw.return_documents,
-            prompt=resolve_prompt(spec, raw.prompt_name, raw.prompt),
+            prompt=prompt,
+            template=spec.instructed_template if prompt else spec.template,
         )
 
     def encode(self, items: Sequence[Query], tokenizer: Tokenizer, options: Options) -> Queries:
@@ -132,9 +136,11 @@ class TextRanking(Task[Query, Answer, Options]):
                 f"item {ranking} is a ranking, but this model returns {options.scores} scores per document",
                 hint='use pairs: {"text": …, "text_pair": …}',
             )
-        tokens = tokenizer.encode(
-            [(options.prompt + item.text, document) for item in items for document in item.documents]
-        )
+        pairs = [(item.text, document) for item in items for document in item.documents]
+        if options.template is None:
+            tokens = tokenizer.encode([(options.prompt + query, document) for query, document in pairs])
+        else:
+            tokens = options.template.encode(pairs, options.prompt, tokenizer)
         owners = np.repeat(np.arange(len(items)), [len(item.documents) for item in items])
         return Queries(tokens.batch, owners, len(items), tokens.truncated, tokens.encodings, tuple(items))
 

@@ -41,6 +41,13 @@ DOCUMENTS = [
 ]
 # Scores are computed by layers after the transformer, as in cross-encoders of sentence-transformers 5.4 and newer.
 MODULES = "modules"
+# Scores are the logits of a language model after a chat template, as in Qwen3-Reranker: of one token or of two.
+LOGIT, LOG_ODDS = "logit", "log odds"
+TEMPLATE = """<s>system
+Judge whether the document answers. {% for message in messages if message.role == "system" %}{{ message.content }}
+{% endfor %}{% for message in messages if message.role in ("query", "document") -%}
+<{{ message.role }}>: {{ message.content }}
+{% endfor %}answer:"""
 # Architecture, number of labels and saved activation; None means CrossEncoder's default.
 MODELS: dict[str, tuple[str, int, str | None]] = {
     "bert": ("bert", 1, None),
@@ -48,6 +55,8 @@ MODELS: dict[str, tuple[str, int, str | None]] = {
     "classes": ("bert", 3, None),
     "modules": (MODULES, 1, "Identity"),
     "modules with classes": (MODULES, 3, None),
+    "decoder": (LOG_ODDS, 1, None),
+    "decoder with one token": (LOGIT, 1, "Identity"),
 }
 ACTIVATIONS = ("Identity", "Sigmoid", "Softmax", None)
 
@@ -96,6 +105,12 @@ def save(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[
             modules = scoring_modules(tiny_model("bert", "Model"), labels)
             CrossEncoder(modules=modules, device="cpu", activation_fn=function).save_pretrained(str(folder))
             return folder
+        if architecture in (LOGIT, LOG_ODDS):
+            tokenizer = tiny_model("qwen3", "ForCausalLM")
+            model = language_model(tokenizer, folder.with_name("language-model"), "Qwen3", TEMPLATE)
+            modules = logit_modules(model, architecture)
+            CrossEncoder(modules=modules, device="cpu", activation_fn=function).save_pretrained(str(folder))
+            return folder
         names = {index: f"LABEL_{index}" for index in range(labels)}
         config_values = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
         model = tiny_model(architecture, "ForSequenceClassification", **config_values)
@@ -103,6 +118,13 @@ def save(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[
         return folder
 
     return make
+
+
+def logit_modules(model: Path, kind: str) -> list[Any]:
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.cross_encoder.modules import LogitScore
+
+    return [Transformer(str(model), transformer_task="text-generation"), LogitScore(7, 9 if kind == LOG_ODDS else None)]
 
 
 def scoring_modules(model: Path, labels: int) -> list[Any]:
@@ -176,7 +198,7 @@ ANY = st.one_of(
 ).filter(str.strip)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS.keys() - {"decoder with one token"})
 @settings(max_examples=20, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(query=ANY, documents=st.lists(ANY, min_size=10, max_size=14, unique=True))
 def test_any_query_and_document_is_scored_like_the_cross_encoder(
@@ -245,15 +267,101 @@ def test_plain_classifier_ranks_only_on_request(save: Any, load_tiny: Any, tmp_p
     assert load_tiny(model, task="text-ranking").task.activation == "sigmoid"
 
 
-def test_prompts_equal_those_of_the_cross_encoder(rankers: Any, save: Any, load_tiny: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["bert", "decoder"])
+def test_prompts_equal_those_of_the_cross_encoder(
+    rankers: Any, save: Any, load_tiny: Any, tmp_path: Path, name: str
+) -> None:
     prompts = {"prompts": {"query": "find the ", "none": ""}, "default_prompt_name": "query"}
-    model = with_config(save("bert", 1, None), tmp_path / "model", **prompts)
-    predictor = rankers("bert").predictor
+    model = with_config(save(*MODELS[name]), tmp_path / "model", **prompts)
+    predictor = rankers(name).predictor
     ranker = Ranker(Predictor(load_tiny(model).task, predictor.tokenizer, predictor.session), cross_encoder(model))
     pairs = [[QUERY, document] for document in DOCUMENTS]
     for options in ({}, {"prompt_name": "none"}, {"prompt": "prices of "}):
         ranker.assert_same_scores(pairs, **options)
     assert not np.allclose(ranker.predictor(pairs), ranker.predictor(pairs, prompt_name="none"), atol=1e-3)
+
+
+def language_model(tokenizer: Path, folder: Path, architecture: str, template: str, **config_values: object) -> Path:
+    """Save a language model that knows the tokens "yes" and "no", with a chat template."""
+    import transformers
+
+    vocabulary = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    vocabulary.add_tokens(["yes", "no"])
+    vocabulary.chat_template, vocabulary.model_max_length = template, 200
+    vocabulary.save_pretrained(folder)
+    sizes = {"vocab_size": 310, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 200, "pad_token_id": 0}
+    config = getattr(transformers, f"{architecture}Config")(**sizes, **heads, initializer_range=0.5, **config_values)
+    transformers.set_seed(5)
+    getattr(transformers, f"{architecture}ForCausalLM")(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("architecture", "template", "config_values"),
+    [
+        ("Qwen3", TEMPLATE, {}),
+        ("Qwen3", TEMPLATE.replace("message.content", "message.content | trim"), {"tie_word_embeddings": True}),
+        ("Gemma2", TEMPLATE, {"final_logit_softcapping": 3.0}),
+    ],
+)
+def test_language_model_ranks_on_request(
+    quick_build: Any,
+    tiny_model: Any,
+    tmp_path: Path,
+    rows_file: Path,
+    architecture: str,
+    template: str,
+    config_values: dict[str, object],
+) -> None:
+    tokenizer = tiny_model("qwen3", "ForCausalLM")
+    model = language_model(tokenizer, tmp_path / "model", architecture, template, **config_values)
+    bundle = quick_build(model, task="text-ranking", variants=["onnxruntime-fp32"], data=rows_file)
+    with hasten.load(bundle.path, threads=1) as predictor:
+        ranker = Ranker(predictor, cross_encoder(model))
+        ranker.assert_same_scores([(QUERY, document) for document in DOCUMENTS])
+        ranker.assert_same_ranking(QUERY, DOCUMENTS, prompt=" which one is about cats? ")
+        scores = predictor([(QUERY, document) for document in DOCUMENTS], function_to_apply="none")
+        assert np.ptp(scores) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ messages[-1].content }}", "leaves out the query"),
+        ("{{ messages | map(attribute='content') | join(' ') | upper }}", "leaves out the query"),
+        ("{% for m in messages %}{{ m.content | replace('<', '(') }} {% endfor %}", "changes the texts of a pair"),
+        ("{{ raise_exception('no pairs') }}", "fails on a pair: no pairs"),
+    ],
+)
+def test_unsupported_chat_template_is_rejected(
+    tiny_model: Any, load_tiny: Any, tmp_path: Path, template: str, reason: str
+) -> None:
+    model = language_model(tiny_model("qwen3", "ForCausalLM"), tmp_path / "model", "Qwen3", template)
+    with pytest.raises(hasten.UnsupportedError, match=reason):
+        load_tiny(model, task="text-ranking")
+
+
+def test_scaled_logits_are_rejected(tiny_model: Any, load_tiny: Any, tmp_path: Path) -> None:
+    tokenizer = tiny_model("qwen3", "ForCausalLM")
+    model = language_model(tokenizer, tmp_path / "model", "Granite", TEMPLATE, logits_scaling=4.0)
+    with pytest.raises(hasten.UnsupportedError, match="GraniteForCausalLM changes its logits"):
+        load_tiny(model, task="text-ranking")
+
+
+def test_language_model_without_the_tokens_of_an_answer_is_rejected(
+    tiny_model: Any, load_tiny: Any, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model("qwen3", "ForCausalLM"), tmp_path / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    with pytest.raises(hasten.UnsupportedError, match="'yes' and 'no'"):
+        load_tiny(model, task="text-ranking")
+
+
+def test_tokens_of_the_score_must_exist(save: Any, load_tiny: Any, tmp_path: Path) -> None:
+    model = with_config(save(LOG_ODDS, 1, None), tmp_path / "model", "1_LogitScore/config.json", true_token_id=10**6)
+    with pytest.raises(hasten.UnsupportedError, match=r"scores with the tokens \[1000000, 9\]"):
+        load_tiny(model)
 
 
 def with_config(model: Path, folder: Path, file: str = "config_sentence_transformers.json", **changes: object) -> Path:
@@ -293,6 +401,20 @@ def test_unsupported_cross_encoder_is_rejected(save: Any, load_tiny: Any, tmp_pa
     model = with_config(save("bert", 1, None), tmp_path / "model", "config.json", architectures=["Qwen3ForCausalLM"])
     with pytest.raises(hasten.PlanError, match=r"Qwen3ForCausalLM, which has no head for text-ranking$"):
         load_tiny(model)
+
+
+def test_classifier_scores_texts_in_its_chat_template(
+    save: Any, quick_build: Any, rows_file: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(save("roberta", 1, None), tmp_path / "source")
+    (source / "chat_template.jinja").write_text(TEMPLATE)
+    model = tmp_path / "model"
+    cross_encoder(as_saved_before(source, tmp_path / "plain")).save_pretrained(str(model))
+    assert "message" in json.loads((model / "sentence_bert_config.json").read_text())["modality_config"]
+    bundle = quick_build(model, variants=["onnxruntime-fp32"], data=rows_file)
+    with hasten.load(bundle.path, threads=1) as predictor:
+        ranker = Ranker(predictor, cross_encoder(model))
+        ranker.assert_same_scores([(QUERY[:9], document[:20]) for document in DOCUMENTS])
 
 
 def test_chat_template_is_rejected(save: Any, load_tiny: Any, tmp_path: Path) -> None:

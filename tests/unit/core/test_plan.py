@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.core.errors import PlanError
-from hasten.core.options import add_options, read_options
+from hasten.core.options import add_options, changed_options, read_options
 from hasten.core.plan import Gate, Keep, Plan, Range, Shapes, parse_columns, parse_duration
 from hasten.core.tensors import Shape
 from hasten.core.variant import CPU, Precision, Support, Variant
@@ -233,6 +233,21 @@ def test_plan_is_read_from_the_command_line() -> None:
     assert (plan.variants, plan.keep, plan.search_budget_s) == (("a-fp32", "b-fp32"), Keep.ALL, 120)
     assert (plan.threads, plan.allow_pickle, plan.trust_remote_code) == (3, True, False)
     assert parse("--precision auto").precision is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--task text-ranking --revision main --threads 3",
+        "--batch-size 1 2 4 --seq-len 64 64 64 --search-budget 90 --bench-budget 0.5",
+        "--data rows.csv --columns text=a,label=b --max-drop 0.5 --metric f1",
+        "--variants a-fp32 b-int8 --keep all --allow-pickle",
+    ],
+)
+def test_changed_options_make_the_plan_again(words: str) -> None:
+    assert sorted(changed_options(parse(words))) == sorted(words.split())
+    assert parse(" ".join(changed_options(parse(words)))) == parse(words)
 
 
 @pytest.mark.parametrize(

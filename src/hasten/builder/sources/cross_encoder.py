@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from hasten.builder.sources import logit_ranker
 from hasten.builder.sources.directory import ModelDirectory
 from hasten.builder.sources.sentence_layout import SCORES, DenseLayer, SentenceLayout, module_kinds, read_modules
 from hasten.core.errors import UnsupportedError
-from hasten.tasks import TaskSpec
+from hasten.tasks import Pooling, TaskSpec
 
 # By PyTorch class, the value of text-classification's option.
 _ACTIVATIONS = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
@@ -26,8 +27,14 @@ def is_cross_encoder(model: ModelDirectory) -> bool:
 
 
 def read_scoring_layout(model: ModelDirectory) -> SentenceLayout | None:
-    """Return the pooling and the layers of a cross-encoder that scores with modules; None if its transformer does."""
-    kinds = [kind for kind, _ in module_kinds(model)] if _read_settings(model) else []
+    """Return the pooling and the layers of a model that scores with modules or logits; None if its transformer does."""
+    settings = _read_settings(model)
+    modules = module_kinds(model) if settings else []
+    kinds = [kind for kind, _ in modules]
+    if kinds == ["Transformer", logit_ranker.MODULE]:
+        return SentenceLayout((Pooling.LAST_TOKEN,), normalize=False, logit_module=modules[-1][1])
+    if not settings and model.architecture.endswith("ForCausalLM"):
+        return SentenceLayout((Pooling.LAST_TOKEN,), normalize=False, logit_module="")
     if kinds in ([], ["Transformer"]):
         return None
     layout = read_modules(model) if kinds[:2] == ["Transformer", "Pooling"] else None
@@ -35,34 +42,39 @@ def read_scoring_layout(model: ModelDirectory) -> SentenceLayout | None:
     if layout is None or not isinstance(last, DenseLayer) or last.output != SCORES or not layout.pools_prompt:
         raise UnsupportedError(
             f"{model.id} scores with {' → '.join(kinds)}, which is not supported",
-            hint="a Transformer that scores, or Pooling and dense layers after it, of which the last computes scores",
+            hint="a Transformer that scores, or after it LogitScore, or Pooling and dense layers that compute scores",
         )
     return layout
 
 
 def score_labels(layout: SentenceLayout) -> tuple[str, ...]:
     """Return names for the scores of a cross-encoder's last layer, which has none."""
-    last = layout.dense[-1]
-    return tuple(f"LABEL_{index}" for index in range(last.outputs if isinstance(last, DenseLayer) else 0))
+    last = layout.dense[-1] if layout.dense else None
+    return tuple(f"LABEL_{index}" for index in range(last.outputs if isinstance(last, DenseLayer) else 1))
 
 
 def read_cross_encoder(model: ModelDirectory, tokenizer: Any, spec: TaskSpec) -> TaskSpec:
     """Return the task with the model's activation and prompts; reject settings that the graph cannot reproduce."""
     settings = _read_settings(model)
     transformer: dict[str, Any] = {}
+    chat_settings: dict[str, Any] = {}
     if settings:
         file = "sentence_bert_config.json"
         transformer = model.json(file) or {}
+        chat_settings = (transformer.get("processing_kwargs") or {}).pop("chat_template", {})
         for key in ("max_seq_length", "do_lower_case", "processing_kwargs"):
             if transformer.get(key):
                 raise UnsupportedError(f"{model.id} has '{key}' in its {file}, which is not supported")
+        if not chat_settings.pop("restore_suffix", True):
+            raise UnsupportedError(f"{model.id} truncates the end of its chat template, which is not supported")
     # A saved layout states whether it applies the chat template; otherwise the template is applied if it exists.
     stored_chat = "message" in transformer.get("modality_config", {})
     is_chat = stored_chat if settings else bool(getattr(tokenizer, "chat_template", None))
-    if is_chat:
-        raise UnsupportedError(f"{model.id} applies a chat template to its texts, which is not supported")
+    templates = logit_ranker.read_templates(model, tokenizer, chat_settings) if is_chat else (None, None)
     return replace(
         spec,
+        template=templates[0],
+        instructed_template=templates[1],
         activation=_activation(model, settings, len(spec.labels)),
         prompts={name: text or "" for name, text in (settings.get("prompts") or {}).items()},
         default_prompt=settings.get("default_prompt_name"),

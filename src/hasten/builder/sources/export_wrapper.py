@@ -74,6 +74,19 @@ class Pooled(Exportable):
         return (self.head(outputs["last_hidden_state"], feeds["attention_mask"], prompt),)
 
 
+class LogOdds(nn.Module):
+    """Returns the logit of one token, or the difference of the logits of two."""
+
+    def __init__(self, softcap: float | None) -> None:
+        super().__init__()
+        self.softcap = softcap
+
+    def forward(self, logits: Tensor) -> Tensor:
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits if logits.shape[1] == 1 else logits[:, :1] - logits[:, 1:]
+
+
 class LastTokenHead(Exportable):
     """An encoder-decoder that classifies by its last end-of-text token, searched in each row separately.
 

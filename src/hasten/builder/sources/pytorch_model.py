@@ -15,6 +15,7 @@ from hasten.backends import Source
 from hasten.builder.sources.cross_encoder import read_cross_encoder, read_scoring_layout, score_labels
 from hasten.builder.sources.detect import EMBEDDING, RANKING, detect_task
 from hasten.builder.sources.directory import ModelDirectory
+from hasten.builder.sources.logit_ranker import LogitRanker
 from hasten.builder.sources.peft import load_adapted
 from hasten.builder.sources.quiet import first_line, quiet_libraries
 from hasten.builder.sources.sentence_layout import SentenceLayout, read_layout
@@ -131,27 +132,36 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
     task = TASKS.get(detect_task(model, plan))
     _check_architecture(model)
     layout = _read_layout(model, task, plan)
-    auto_class = "AutoModel" if layout is not None else task.auto_class
+    auto_class = task.auto_class
+    if layout is not None:
+        auto_class = "AutoModel" if layout.logit_module is None else "AutoModelForCausalLM"
     # The pooler of a model without a head is not used.
     needs_pooler = bool(task.heads) and layout is None
     module, tokenizer = load_module(model, _encoder_class(model, auto_class), plan, needs_pooler=needs_pooler)
     from hasten.builder.sources.export_wrapper import example_inputs
 
+    architecture, ranker = type(module).__name__, None
+    if layout is not None and layout.logit_module is not None:
+        ranker, module = LogitRanker.read(model, layout.logit_module, module, tokenizer), module.base_model
     # int32 holds every id, and is copied in half the time of int64.
     accepted = dict.fromkeys(inspect.signature(module.forward).parameters, DType.INT32)
     facts = read_facts(accepted, module.config, tokenizer, task, layout, model, _reserved_positions(module))
     signature = facts.signature
     inputs = [spec.name for spec in signature.inputs]
-    exportable = _exportable(module, inputs, task, layout, signature.mask_id)
+    layers = [layer.module() for layer in layout.dense] if layout is not None else []
+    layers += [] if ranker is None else [ranker.layer()]
+    exportable = _exportable(module, inputs, task, layout, signature.mask_id, layers)
     feeds = example_inputs(inputs, facts.tokenizer.pad_id, signature.mask_id, pads_left=signature.pads_left)
     outputs, ignores_padding = _probe(exportable, task, feeds)
+    if ranker is not None:
+        ranker.check(exportable, feeds)
     return LoadedModel(
         task=facts.task,
         tokenizer=facts.tokenizer,
         original_tokenizer=tokenizer,
         signature=replace(signature, outputs=outputs, ignores_padding=ignores_padding),
         config=module.config,
-        architecture=type(module).__name__,
+        architecture=architecture,
         module=exportable,
     )
 
@@ -230,12 +240,18 @@ def read_facts(
 
 
 def _exportable(
-    module: Any, inputs: Sequence[str], task: AnyTask, layout: SentenceLayout | None, mask_id: int | None
+    module: Any,
+    inputs: Sequence[str],
+    task: AnyTask,
+    layout: SentenceLayout | None,
+    mask_id: int | None,
+    layers: Sequence[Any],
 ) -> Exportable:
+    """Return the module to export; `layers` follow the pooling of the layout."""
     from hasten.builder.sources import export_wrapper
 
     if layout is not None:
-        head = export_wrapper.PoolingHead(layout.pooling, [layer.module() for layer in layout.dense], layout.normalize)
+        head = export_wrapper.PoolingHead(layout.pooling, layers, layout.normalize)
         return export_wrapper.Pooled(module, inputs, task.outputs, head)
     if mask_id is not None:
         return export_wrapper.MaskPositionHead(module, inputs, task.outputs, mask_id)

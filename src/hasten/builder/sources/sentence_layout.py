@@ -93,6 +93,9 @@ class SentenceLayout:
     default_prompt: str | None = None
     # Whether the pooling includes the tokens of a prompt.
     pools_prompt: bool = True
+    # The folder of the module that scores with the logits of a language model ("" if no file names one); None if no
+    # logits are used.
+    logit_module: str | None = None
 
 
 def read_layout(model: ModelDirectory, plan: Plan) -> SentenceLayout:

@@ -1,0 +1,1 @@
+export { plot, dot, link, pointer, ruleX, text, tickX, tip } from "@observablehq/plot";
