@@ -4,7 +4,9 @@ Every run is a fresh process on all cores, in alternating rounds. The rate count
 Parquet file, reading and writing included; for `hasten.load` there is no file, so it is what the session allows.
 Vectors are compared before anything is timed.
 
-    python benchmarks/map.py benchmarks/results/map.json [--rows 1500] [--rounds 2]
+    python benchmarks/map.py benchmarks/results/map.json [--bundle DIR] [--rows 800] [--rounds 2]
+
+Without a bundle of all-MiniLM-L6-v2, one is built first.
 """
 
 from __future__ import annotations
@@ -138,16 +140,21 @@ def compare(folder: Path) -> float:
     return float(cosines.min())
 
 
-def measure(result: Path, rows: int, rounds: int) -> None:
+def build(folder: Path) -> Path:
+    """Build a bundle of all-MiniLM-L6-v2 in fp32."""
+    options: dict[str, Any] = {"variants": ["onnxruntime-fp32"], "bench_budget_s": 2.0, "seq_len": 16}
+    return Path(hasten.build(get_model_path(), folder / "bundle", batch_size=1, **options).path)
+
+
+def measure(result: Path, prepared: Path | None, rows: int, rounds: int) -> None:
     """Compare and time all contenders, and write the result."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        options: dict[str, Any] = {"variants": ["onnxruntime-fp32"], "bench_budget_s": 2.0, "seq_len": 16}
-        bundle = hasten.build(get_model_path(), folder / "bundle", batch_size=1, **options)
+        bundle = str(prepared or build(folder))
         words = write_texts(folder / "texts.parquet", rows)
         write_texts(folder / "few.parquet", 200)
-        map_files(Run(str(bundle.path), folder / "few.parquet", folder / "map"))
-        encode_sorted(Run(str(bundle.path), folder / "few.parquet", folder / "theirs.parquet"))
+        map_files(Run(bundle, folder / "few.parquet", folder / "map"))
+        encode_sorted(Run(bundle, folder / "few.parquet", folder / "theirs.parquet"))
         cosine = compare(folder)
         assert cosine > _MIN_COSINE, f"vectors differ: cosine {cosine}"
         speeds: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
@@ -158,7 +165,7 @@ def measure(result: Path, rows: int, rounds: int) -> None:
                     __file__,
                     "--contender",
                     contender,
-                    str(bundle.path),
+                    bundle,
                     str(folder),
                     str(number),
                 ]
@@ -179,7 +186,8 @@ def main() -> None:
     """Measure, or run one contender in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("result", type=Path, nargs="?")
-    parser.add_argument("--rows", type=int, default=1500)
+    parser.add_argument("--rows", type=int, default=800)
+    parser.add_argument("--bundle", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--contender", nargs=4, metavar=("NAME", "BUNDLE", "FOLDER", "NUMBER"))
     args = parser.parse_args()
@@ -188,7 +196,7 @@ def main() -> None:
         target = Path(folder) / f"{list(CONTENDERS).index(name)}-{number}"
         print(CONTENDERS[name](Run(bundle, Path(folder) / "texts.parquet", target)))
     elif args.result is not None:
-        measure(args.result, args.rows, args.rounds)
+        measure(args.result, args.bundle, args.rows, args.rounds)
     else:
         parser.error("pass the file of the result")
 

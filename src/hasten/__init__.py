@@ -4,6 +4,8 @@
     embed = hasten.load(bundle.path)
     embed(["a text", "another"])
 
+    hasten.map(bundle.path, batches)  # Arrow batches with their answers; for files: `hasten map`
+
     answer = hasten.pipeline("question-answering", "deepset/minilm-uncased-squad2")  # later runs need no PyTorch
     answer(question="What is it?", context="It is a transformer.")
 

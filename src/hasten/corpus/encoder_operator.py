@@ -53,10 +53,11 @@ class EncoderOperator(Operator):
         inputs = InputColumns(self._task, schema, settings.columns)
         columns = answer_columns(AnswerContext(predictor, self._options, tuple(inputs.by_name), settings, sample))
         super().__init__(inputs, columns, settings)
-        # Outputs per token or over a vocabulary are large.
+        # Outputs per token or over a vocabulary are large. More rows would hardly fill the batches better, but progress
+        # and sessions would advance in larger steps.
         shapes = [output.shape for output in predictor.session.spec.signature.outputs]
         is_small = all(BATCH in shape and SEQUENCE not in shape for shape in shapes)
-        self.window_rows = 4096 if is_small else 512
+        self.window_rows = 1024 if is_small else 256
         session = predictor.session
         self.may_run_beside_others = session.spec.device == CPU and not isinstance(session, SupportsPipelining)
 

@@ -203,8 +203,8 @@ def reason_of(error: InputError) -> str:
 
 def _size(value: object) -> int:
     """Return about how many bytes a value has."""
-    if isinstance(value, str | bytes):
-        return len(value)
+    if isinstance(value, str):
+        return len(value) if value.isascii() else len(value.encode(errors="surrogatepass"))
     if isinstance(value, list):
         return sum(map(_size, value))
     return sum(map(_size, value.values())) if isinstance(value, dict) else 8

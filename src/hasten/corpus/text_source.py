@@ -61,9 +61,8 @@ class TextSource(Source):
     def _estimated(self, first: Sequence[LocatedRow]) -> float:
         if len(first) < _TYPED_ROWS:
             return len(first)
-        with Path(self.name).open("rb") as stream:
-            sample = list(islice(stream, _TYPED_ROWS))
-        return len(first) * Path(self.name).stat().st_size / max(1, sum(map(len, sample)))
+        size = Path(self.name).stat().st_size
+        return size * len(first) / sum(len(str(row)) for _, row in first)
 
 
 def _blocks(rows: Iterable[LocatedRow]) -> Iterator[list[LocatedRow]]:
