@@ -24,6 +24,7 @@ from hasten.corpus.arrow_library import require_arrow
 from hasten.corpus.existing import merge_rejected, read_keys
 from hasten.corpus.filters import RowFilter
 from hasten.corpus.inputs import open_sources
+from hasten.corpus.job_records import DoneShard, FileEnd, InputFile, Placement
 from hasten.corpus.operator import Operator, StageSeconds, stage_shares
 from hasten.corpus.placement import measured_placement
 from hasten.corpus.proof import proof_of
@@ -32,15 +33,7 @@ from hasten.corpus.sessions import answer_in_order
 from hasten.corpus.settings import AnswerSettings, JobSettings
 from hasten.corpus.shard_writer import ShardWriter
 from hasten.corpus.sources import Source
-from hasten.corpus.state import (
-    REPORT,
-    DoneShard,
-    FileEnd,
-    InputFile,
-    JobState,
-    Placement,
-    write_durably,
-)
+from hasten.corpus.state import REPORT, JobState, write_durably
 from hasten.corpus.windows import Cut, ShardKey, Window
 from hasten.families import family_of_bundle
 from hasten.measure.open_verified import open_with_verdict

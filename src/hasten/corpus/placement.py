@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from hasten.core.system.hardware import available_memory_bytes, usable_cores
+from hasten.corpus.job_records import Placement
 from hasten.corpus.operator import Operator
-from hasten.corpus.state import Placement
 from hasten.corpus.windows import Window
 
 logger = logging.getLogger("hasten")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hasten.core.progress import Progress
+from hasten.corpus.job_records import Placement
 from hasten.corpus.operator import StageSeconds, stage_shares
-from hasten.corpus.state import Placement
 
 
 @dataclass(frozen=True, slots=True)

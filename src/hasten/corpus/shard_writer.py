@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from hasten.core.errors import StageError, translate_os_errors
+from hasten.corpus.job_records import DoneShard
 from hasten.corpus.operator import AnsweredWindow, Rejected
 from hasten.corpus.settings import FileFormat
-from hasten.corpus.state import DoneShard, JobState, fsync_directory
+from hasten.corpus.state import JobState, fsync_directory
 from hasten.corpus.windows import ShardKey
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Lock
 from typing import IO, Any
@@ -24,99 +24,13 @@ from typing import IO, Any
 import msgspec
 
 from hasten.core.errors import PlanError, StageError
+from hasten.corpus.job_records import DoneShard, FileEnd, InputFile, Job, Run, RunProgress
 from hasten.corpus.settings import FileFormat, JobShard
 from hasten.corpus.windows import ShardKey
 
 REPORT, REJECTED, STATE = "_hasten.json", "_rejected.parquet", "_state"
 _ELSEWHERE = "choose another directory with -o, or repeat the options of the first run"
 _VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class InputFile:
-    """An input as it was when the run began."""
-
-    name: str
-    fingerprint: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A run over some inputs. Every run but the first adds to a finished output."""
-
-    inputs: list[InputFile]
-    skip_existing: str | None = None
-    is_complete: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The sessions that run at once, and the threads of each."""
-
-    sessions: int
-    threads: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The content of job.json."""
-
-    version: int
-    # Everything that the content of the output depends on, but the inputs.
-    identity: dict[str, Any]
-    runs: list[Run]
-    placement: Placement | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DoneShard:
-    """A line about a complete shard."""
-
-    run: int
-    file: int
-    index: int
-    rows: int
-    rejected: int
-    covered: int
-    tokens: int
-    truncated: int
-    bytes: int
-    seconds: float
-
-    @property
-    def key(self) -> ShardKey:
-        """Return the key of the shard."""
-        return ShardKey(self.file, self.index)
-
-
-@dataclass(frozen=True, slots=True)
-class FileEnd:
-    """A line about an input of which the number of rows became known."""
-
-    run: int
-    file: int
-    input_rows: int
-
-
-@dataclass(slots=True)
-class Progress:
-    """The complete shards and the known sizes of inputs, of one run."""
-
-    done: dict[ShardKey, DoneShard] = field(default_factory=dict)
-    input_rows: dict[int, int] = field(default_factory=dict)
-
-    def is_complete(self, files: int, rows_per_shard: int) -> bool:
-        """Return whether all shards of all inputs are done."""
-        return all(
-            file in self.input_rows
-            and all(key in self.done for key in shards(file, self.input_rows[file], rows_per_shard))
-            for file in range(files)
-        )
-
-
-def shards(file: int, rows: int, rows_per_shard: int) -> list[ShardKey]:
-    """Return the shards of a file; one without rows has a single shard."""
-    return [ShardKey(file, index) for index in range(max(1, -(-rows // rows_per_shard)))]
 
 
 class JobState:
@@ -205,9 +119,9 @@ class JobState:
             runs = [replace(run, is_complete=True) if index == number else run for index, run in enumerate(job.runs)]
             self._write(replace(job, runs=runs))
 
-    def progress(self, number: int) -> Progress:
+    def progress(self, number: int) -> RunProgress:
         """Return what is complete, by the lines of all processes; a shard whose file has gone is not."""
-        progress = Progress()
+        progress = RunProgress()
         for file in sorted(self.folder.glob("done-*.jsonl")):
             for line in file.read_bytes().split(b"\n")[:-1]:  # a last line without its end is not complete
                 entry = self._parse(line, file)

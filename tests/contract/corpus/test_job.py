@@ -23,9 +23,9 @@ import hasten
 from hasten.cli import main
 from hasten.core.errors import InputError, PlanError, StageError, UnsupportedError
 from hasten.corpus.job import run_job
+from hasten.corpus.job_records import Placement
 from hasten.corpus.report import MapReport
 from hasten.corpus.settings import AnswerSettings, FileFormat, JobSettings, JobShard, OnLong
-from hasten.corpus.state import Placement
 from support.models.tiny_encoders import CORPUS
 from support.wait import wait_until
 
