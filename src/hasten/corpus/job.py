@@ -198,6 +198,11 @@ class _Job:
         placement = job.placement if job is not None else None
         if settings.sessions is not None or settings.threads is not None:
             sessions = settings.sessions or 1
+            if sessions > 1 and not self._first.may_run_beside_others:
+                raise PlanError(
+                    f"--sessions {sessions} is for encoders on CPUs: a GPU and a decoder run batches of any size",
+                    hint="for several GPUs start a process on each, with --shard",
+                )
             placement = Placement(sessions, settings.threads or max(1, cores // sessions))
         elif not self._first.may_run_beside_others:
             placement = Placement(1, None)

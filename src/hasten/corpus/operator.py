@@ -137,7 +137,8 @@ class Operator(ABC):
         # Ends a run within a batch instead of a window, which may take minutes.
         self.stop = threading.Event()
 
-    # Whether several sessions may be faster than one: on CPUs, where they share the cores.
+    # Whether several sessions may be faster than one, as on CPUs, where they share the cores. Each must answer a window
+    # before it takes the next one: a session that waited for more could wait for a window that another one holds.
     may_run_beside_others = False
 
     @abstractmethod

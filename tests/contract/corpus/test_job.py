@@ -321,6 +321,30 @@ def test_measured_number_of_sessions_is_kept(run: Runner, tmp_path: Path, monkey
     assert second.is_complete
 
 
+def test_several_sessions_of_a_decoder_are_refused(generator_bundle: Any, tmp_path: Path) -> None:
+    parquet.write_table(table(2), tmp_path / "rows.parquet")
+    with pytest.raises(PlanError, match="--sessions 2 is for encoders on CPUs"):
+        run_job(generator_bundle.path, str(tmp_path / "rows.parquet"), tmp_path / "out", JobSettings(sessions=2))
+
+
+def test_generated_text_is_the_same_after_a_resume(generator_bundle: Any, tmp_path: Path) -> None:
+    parquet.write_table(table(20), tmp_path / "rows.parquet")
+
+    def run_half(output: Path, **options: Any) -> MapReport:
+        answers = AnswerSettings(options={"max_tokens": 3, "temperature": 0.8, "seed": 1, "return_full_text": False})
+        settings = JobSettings(answers, rows_per_file=8, threads=1, **options)
+        return run_job(generator_bundle.path, str(tmp_path / "rows.parquet"), output, settings)
+
+    run_half(tmp_path / "whole")
+    run_half(tmp_path / "halves", shard=JobShard(1, 2))
+    assert run_half(tmp_path / "halves").is_complete
+    assert content(tmp_path / "halves") == content(tmp_path / "whole")
+    assert all(read(tmp_path / "whole")["generated_text"].to_pylist())
+    with pytest.raises(PlanError, match="sampled text differs from run to run"):
+        answers = AnswerSettings(options={"temperature": 0.8})
+        run_job(generator_bundle.path, str(tmp_path / "rows.parquet"), tmp_path / "out", JobSettings(answers))
+
+
 def test_missing_pyarrow_is_one_line_with_a_hint(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UnsupportedError, match=r"hasten map needs the package 'pyarrow'.*pip install 'hasten\[data\]'"):
