@@ -340,9 +340,9 @@ def test_generated_text_is_the_same_after_a_resume(generator_bundle: Any, tmp_pa
     assert run_half(tmp_path / "halves").is_complete
     assert content(tmp_path / "halves") == content(tmp_path / "whole")
     assert all(read(tmp_path / "whole")["generated_text"].to_pylist())
+    unseeded = JobSettings(AnswerSettings(options={"temperature": 0.8}))
     with pytest.raises(PlanError, match="sampled text differs from run to run"):
-        answers = AnswerSettings(options={"temperature": 0.8})
-        run_job(generator_bundle.path, str(tmp_path / "rows.parquet"), tmp_path / "out", JobSettings(answers))
+        run_job(generator_bundle.path, str(tmp_path / "rows.parquet"), tmp_path / "out", unseeded)
 
 
 def test_missing_pyarrow_is_one_line_with_a_hint(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
