@@ -64,7 +64,8 @@ class EncoderOperator(Operator):
     def run(self, windows: Iterable[Window]) -> Generator[AnsweredWindow, None, None]:
         running: deque[_Prepared] = deque()
         begin = time.perf_counter()
-        other_s = 0.0
+        # The seconds outside the model, and those of the model that are counted already.
+        other_s = model_s = 0.0
         thread = threading.get_ident()
 
         def encode(current: _Prepared) -> Encoded:
@@ -96,12 +97,13 @@ class EncoderOperator(Operator):
             for encoded, outputs in results:
                 current = running.popleft()
                 start = time.perf_counter()
+                self.stages.add("model", max(0.0, start - begin - other_s - model_s))
+                model_s = start - begin - other_s
                 answers = self._task.decode(outputs, encoded, self._options) if encoded.items else []
                 answered = self._finish(current, encoded, answers)
                 self.stages.add("decode", time.perf_counter() - start)
                 yield answered
                 other_s += time.perf_counter() - start
-        self.stages.add("model", max(0.0, time.perf_counter() - begin - other_s))
 
     def close(self) -> None:
         self._predictor.close()
