@@ -25,7 +25,7 @@ _EXITING = (
     "ServeError",
 )
 _API = {
-    "Build and load": ("build", "load", "pipeline", "Bundle", "Predictor", "Generator", "SentenceEncoder"),
+    "Build and load": ("build", "load", "map", "pipeline", "Bundle", "Predictor", "Generator", "SentenceEncoder"),
     "PyTorch models on a GPU": ("accelerate", "restore"),
     "Errors": ("HastenError", *(name for name in hasten.__all__ if name.endswith("Error") and name != "HastenError")),
 }

@@ -4,6 +4,8 @@
     embed = hasten.load(bundle.path)
     embed(["a text", "another"])
 
+    hasten.map(bundle.path, batches)  # Arrow batches with their answers; for files: `hasten map`
+
     answer = hasten.pipeline("question-answering", "deepset/minilm-uncased-squad2")  # later runs need no PyTorch
     answer(question="What is it?", context="It is a transformer.")
 
@@ -22,7 +24,7 @@ from hasten.core.version import __version__
 
 if TYPE_CHECKING:
     from hasten.acceleration import accelerate, restore
-    from hasten.api import build, load, pipeline
+    from hasten.api import build, load, map, pipeline  # noqa: A004
     from hasten.bundle import Bundle
     from hasten.core.errors import (
         AccuracyError,
@@ -46,6 +48,7 @@ _MODULES = {
     "restore": "hasten.acceleration",
     "build": "hasten.api",
     "load": "hasten.api",
+    "map": "hasten.api",
     "pipeline": "hasten.api",
     "Bundle": "hasten.bundle",
     "Generator": "hasten.generation.generator",
@@ -81,6 +84,7 @@ __all__ = [
     "accelerate",
     "build",
     "load",
+    "map",
     "pipeline",
     "restore",
 ]

@@ -1,10 +1,11 @@
-"""The public functions `hasten.build`, `hasten.load` and `hasten.pipeline`."""
+"""The public functions `hasten.build`, `hasten.load`, `hasten.pipeline` and `hasten.map`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hasten.backends import RunOptions
 from hasten.bundle import Bundle, open_bundle
@@ -18,6 +19,11 @@ from hasten.families import all_tasks, family_of_bundle
 from hasten.generation.generator import Generator
 from hasten.generation.task_presets import TASK_PRESETS, is_task_preset
 from hasten.predictor import Predictor, choose_artifact
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from hasten.corpus.operator import Operator
 
 # transformers' other names of tasks.
 _ALIASES = {"ner": "token-classification", "sentiment-analysis": "text-classification"}
@@ -182,6 +188,63 @@ def pipeline(
             f"{model} is a bundle for {bundle_task}, not for {name}", hint=f"hasten.pipeline('{bundle_task}', …)"
         )
     return _open(bundle, variant_of(bundle, choice), RunOptions(threads), task)
+
+
+def map(  # noqa: A001 – hasten.map, after the built-in function
+    bundle: str | Path,
+    batches: Iterable[pa.RecordBatch | pa.Table],
+    *,
+    columns: Mapping[str, str] | None = None,
+    select: Sequence[str] = (),
+    drop: Sequence[str] = (),
+    where: str | None = None,
+    vectors: Literal["float32", "float16", "int8", "binary"] = "float32",
+    dimensions: int | None = None,
+    on_long: Literal["truncate", "error"] = "truncate",
+    prefix: str = "",
+    variant: str | None = None,
+    threads: int | None = None,
+    max_memory: int | None = None,
+    strict: bool = False,
+    **options: object,
+) -> Iterator[pa.RecordBatch]:
+    """Answer Arrow batches: yield each with the answers as further columns, in order.
+
+    The batches are read as they are needed and have the same columns. `columns` maps the names of the task to those of
+    the batches, as in `{"text": "body"}`; `where` is a filter such as "lang = 'en' and stars >= 3"; other arguments are
+    options of the task. A row that cannot be answered is an InputError. Files, with resume: `hasten map`.
+    """
+    from hasten.corpus.arrow_library import require_arrow
+    from hasten.corpus.settings import AnswerSettings, OnLong, VectorType
+    from hasten.corpus.stream import answer_batches
+
+    require_arrow("hasten.map")
+    for name, value, kind in (("vectors", vectors, VectorType), ("on_long", on_long, OnLong)):
+        if value not in list(kind):
+            raise PlanError(f"{name} is {value!r}", hint=f"one of {', '.join(kind)}")
+    settings = AnswerSettings(
+        columns=dict(columns or {}),
+        options=options,
+        where=where,
+        on_long=OnLong(on_long),
+        vectors=VectorType(vectors),
+        dimensions=dimensions,
+        select=tuple(select),
+        drop=tuple(drop),
+        prefix=prefix,
+    )
+    opened = open_bundle(bundle)
+    family = family_of_bundle(opened)
+
+    def open_operator(schema: pa.Schema) -> Operator:
+        model = load(bundle, variant, threads=threads, strict=strict, max_memory=max_memory)
+        with ExitStack() as on_error:
+            on_error.callback(model.close)
+            operator = family.operator(model, opened, schema, settings)
+            on_error.pop_all()
+        return operator
+
+    return answer_batches(open_operator, batches, settings)
 
 
 def _open(bundle: Bundle, variant: str | None, options: RunOptions, task: str = "") -> Predictor | Generator:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from hasten.backends import BACKENDS, Artifact, RunOptions, Session, SupportsPipelining
 from hasten.bounded_session import BoundedSession
@@ -24,6 +24,8 @@ from hasten.core.tensors import Batch, IntArray, Outputs, check_counts, gather
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.core.variant import CPU, Support
 from hasten.tasks import TASKS, Encoded, TaskSpec
+
+Chunk = TypeVar("Chunk")
 
 logger = logging.getLogger("hasten")
 
@@ -98,8 +100,8 @@ class Predictor(Closing):
 
     def run_in_chunks(
         self,
-        chunks: Iterable[range],
-        encode: Callable[[range], Encoded],
+        chunks: Iterable[Chunk],
+        encode: Callable[[Chunk], Encoded],
         *,
         max_rows: int = MAX_ROWS,
         on_batch: Callable[[int], None] | None = None,
@@ -107,7 +109,8 @@ class Predictor(Closing):
         """Yield the rows and raw outputs of each chunk, in order; only a few chunks are in memory at a time.
 
         `encode` runs on threads, ahead of the session, unless the session itself uses the CPU. Close the iterator to
-        stop earlier than at its end. `max_rows` bounds the batches of sessions that are not pipelined.
+        stop earlier than at its end. `max_rows` bounds the batches of sessions that are not pipelined. A chunk without
+        rows has no outputs: it does not reach the session.
         """
         session = self.session
         if isinstance(session, SupportsPipelining):
@@ -117,6 +120,9 @@ class Predictor(Closing):
         encoders = 0 if session.spec.device == CPU else 1
         with closing(map_ahead(encode, chunks, encoders)) as encoded_chunks:
             for encoded in encoded_chunks:
+                if not len(encoded.batch):
+                    yield encoded, {}
+                    continue
                 groups = batch_by_length(encoded.batch.lengths, max_rows=max_rows)
                 yield encoded, self.outputs(encoded, groups=groups, on_batch=on_batch)
 
@@ -126,27 +132,33 @@ class Predictor(Closing):
     def _run_pipelined(
         self,
         session: SupportsPipelining,
-        chunks: Iterable[range],
-        encode: Callable[[range], Encoded],
+        chunks: Iterable[Chunk],
+        encode: Callable[[Chunk], Encoded],
         on_batch: Callable[[int], None] | None,
     ) -> Generator[tuple[Encoded, Outputs], None, None]:
         running: deque[Encoded] = deque()
 
-        def start(encoded: Encoded) -> Batch:
-            running.append(encoded)
-            return encoded.batch
+        def batches(encoded_chunks: Iterable[Encoded]) -> Iterator[Batch]:
+            for encoded in encoded_chunks:
+                running.append(encoded)
+                if len(encoded.batch):
+                    yield encoded.batch
 
         with (
             self._lock,
             closing(map_ahead(encode, chunks, _PIPELINED_ENCODERS)) as encoded_chunks,
-            closing(session.run_many(map(start, encoded_chunks))) as results,
+            closing(session.run_many(batches(encoded_chunks))) as results,
         ):
             for outputs in results:
+                while not len(running[0].batch):
+                    yield running.popleft(), {}
                 encoded = running.popleft()
                 check_counts(outputs, encoded.batch, self.session.spec.signature)
                 if on_batch is not None:
                     on_batch(len(encoded.batch))
                 yield encoded, outputs
+            for encoded in running:
+                yield encoded, {}
 
     def _answer_in_chunks(
         self, items: Sequence[Any], chunks: Sequence[range], options: Any

@@ -22,6 +22,7 @@ from hasten.core.version import __version__
 COMMANDS = {
     "build": "build a bundle: optimize a model, verify its accuracy and benchmark it",
     "run": "run a bundle on texts",
+    "map": "answer the rows of large files, with resume",
     "serve": "serve one or more bundles over HTTP and gRPC",
     "stress": "load-test a server and report latency and throughput",
     "verify": "verify the accuracy of a bundle on this machine",

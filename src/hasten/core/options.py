@@ -37,7 +37,7 @@ class Option:
 
     def help(self, default: object) -> str:
         """Return the text for `--help`, with the default."""
-        if default is None or self.is_flag or (isinstance(default, tuple | dict) and not default):
+        if default is None or self.is_flag or (isinstance(default, str | tuple | dict) and not default):
             return self.description
         return f"{self.description} (default: {_shown(default, self.metavar)})"
 

@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Protocol
 from hasten.core.registry import Registry
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from hasten.backends import Artifact, RunOptions
     from hasten.builder.pipeline import BuildPipeline
     from hasten.bundle import Bundle
     from hasten.core.progress import Progress
+    from hasten.corpus.operator import Operator
+    from hasten.corpus.settings import AnswerSettings
     from hasten.deploy.convert import ConversionRequest, ConversionResult
     from hasten.deploy.tritonserver import Options, Repository
     from hasten.deploy.tritonserver.check import Comparison
@@ -65,6 +69,11 @@ class Family(Protocol):
 
     def open(self, bundle: Bundle, artifact: Artifact, options: RunOptions, task: str = "") -> Predictor | Generator:
         """Open a variant that is known to run here; `task` may be a preset such as summarization."""
+
+    def operator(
+        self, opened: Predictor | Generator, bundle: Bundle, schema: pa.Schema, settings: AnswerSettings
+    ) -> Operator:
+        """Return the operator that answers rows of this schema with an opened variant; closing it frees the variant."""
 
     def serve(self, name: str, bundle: Bundle, settings: Settings, scheduler: CoreScheduler, metrics: Metrics) -> Model:
         """Open a bundle for the server, warm it up and check it against its reference answers."""

@@ -10,15 +10,20 @@ from hasten.predictor import Predictor, open_session
 from hasten.tasks import TASKS, AnyTask
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from hasten.backends import Artifact, RunOptions
     from hasten.builder.pipeline import BuildPipeline
     from hasten.bundle import Bundle
     from hasten.core.progress import Progress
+    from hasten.corpus.operator import Operator
+    from hasten.corpus.settings import AnswerSettings
     from hasten.deploy.convert import ConversionRequest, ConversionResult
     from hasten.deploy.tritonserver import Options, Repository
     from hasten.deploy.tritonserver.check import Comparison
     from hasten.deploy.tritonserver.client import Client
     from hasten.families import Family
+    from hasten.generation.generator import Generator
     from hasten.measure.verify_bundle import Judge
     from hasten.server.models.encoder_model import EncoderModel
     from hasten.server.scheduling.core_scheduler import CoreScheduler
@@ -69,6 +74,15 @@ class EncoderFamily:
 
     def open(self, bundle: Bundle, artifact: Artifact, options: RunOptions, task: str = "") -> Predictor:
         return Predictor(bundle.manifest.task, bundle.tokenizer(), open_session(artifact, options))
+
+    def operator(
+        self, opened: Predictor | Generator, bundle: Bundle, schema: pa.Schema, settings: AnswerSettings
+    ) -> Operator:
+        from hasten.corpus.encoder_operator import EncoderOperator
+
+        assert isinstance(opened, Predictor)
+        vectors = bundle.reference().outputs.get(opened.task.outputs[0]) if settings.vectors == "int8" else None
+        return EncoderOperator(opened, schema, settings, vectors)
 
     def serve(
         self, name: str, bundle: Bundle, settings: Settings, scheduler: CoreScheduler, metrics: Metrics

@@ -11,16 +11,21 @@ from hasten.generation.generator import Generator, generator_of
 from hasten.measure.generation_reference import TextColumn
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from hasten.backends import Artifact, RunOptions
     from hasten.builder.pipeline import BuildPipeline
     from hasten.bundle import Bundle
     from hasten.core.progress import Progress
+    from hasten.corpus.operator import Operator
+    from hasten.corpus.settings import AnswerSettings
     from hasten.deploy.convert import ConversionRequest, ConversionResult
     from hasten.deploy.tritonserver import Options, Repository
     from hasten.deploy.tritonserver.check import Comparison
     from hasten.deploy.tritonserver.client import Client
     from hasten.families import Family
     from hasten.measure.verify_bundle import Judge
+    from hasten.predictor import Predictor
     from hasten.server.models.generative_model import GenerativeModel
     from hasten.server.scheduling.core_scheduler import CoreScheduler
     from hasten.server.settings import Settings
@@ -69,6 +74,14 @@ class GenerationFamily:
 
     def open(self, bundle: Bundle, artifact: Artifact, options: RunOptions, task: str = "") -> Generator:
         return generator_of(bundle, artifact, options, task)
+
+    def operator(
+        self, opened: Predictor | Generator, bundle: Bundle, schema: pa.Schema, settings: AnswerSettings
+    ) -> Operator:
+        from hasten.corpus.generation_operator import GenerationOperator
+
+        assert isinstance(opened, Generator)
+        return GenerationOperator(opened, bundle.manifest.task.name, schema, settings)
 
     def serve(
         self, name: str, bundle: Bundle, settings: Settings, scheduler: CoreScheduler, metrics: Metrics

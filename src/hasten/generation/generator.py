@@ -35,7 +35,7 @@ class Generator(Closing):
     ) -> None:
         self.spec = spec
         self.preset = preset
-        self._defaults = sampling_params(spec.defaults, preset.options)
+        self.defaults = sampling_params(spec.defaults, preset.options)
         self.tokenizer = tokenizer
         self.decoder = decoder
         # A caller waits for all of its texts: the sooner all are prefilled, the sooner they share every step.
@@ -56,13 +56,13 @@ class Generator(Closing):
         Options are those of `SamplingParams` and default to the model's own. The full text includes the prompt, which
         is the default of models that continue it. A stream yields the text deltas of one text, without the prompt.
         """
-        sampling = sampling_params(self._defaults, options)
+        sampling = sampling_params(self.defaults, options)
         if stream:
             if num_return_sequences != 1:
                 raise InputError("a stream returns one text", hint="use num_return_sequences=1, or stream=False")
             return self.stream(prompts, sampling)
         several = list(prompts) if isinstance(prompts, list | tuple) and not is_chat(prompts) else None
-        parsed = [self._parse(prompt) for prompt in ([prompts] if several is None else several)]
+        parsed = [self.parse(prompt) for prompt in ([prompts] if several is None else several)]
         if return_full_text is None:
             return_full_text = not self.spec.decoder_start_token_ids
         texts = self.generate(parsed, params_per_sequence(sampling, num_return_sequences))
@@ -93,11 +93,16 @@ class Generator(Closing):
         """Yield the text deltas of one prompt; closing the iterator frees the slot."""
         deltas: list[str] = []
         # Here, not in the iterator: an invalid prompt raises at once.
-        return self._deltas(self._sequence(self._parse(prompt), sampling, deltas), deltas)
+        return self._deltas(self._sequence(self.parse(prompt), sampling, deltas), deltas)
 
-    def _parse(self, prompt: object) -> Prompt:
+    def parse(self, prompt: object) -> Prompt:
+        """Check a prompt and encode it, after the prefix of the task preset."""
         source = self.preset.prefix + prompt if isinstance(prompt, str) else prompt
         return read_prompt(source, self.spec, self.tokenizer)
+
+    def check(self, prompt: Prompt, sampling: SamplingParams) -> None:
+        """Raise InputError if the prompt leaves no room for an answer."""
+        self._sequence(prompt, sampling, [])
 
     def _deltas(self, sequence: TextSequence, deltas: list[str]) -> Iterator[str]:
         yielded = 0

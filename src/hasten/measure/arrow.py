@@ -36,17 +36,22 @@ def parquet(path: str) -> DataSource:
     try:
         file = ParquetFile(Path(path).expanduser())
     except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{path} is not a parquet file: {_one_line(error)}") from error
+        raise InputError(f"{path} is not a parquet file: {one_line_reason(error)}") from error
     schema = file.schema_arrow
     return DataSource(_rows(path, file.iter_batches(_BATCH_ROWS)), tuple(schema.names), _classes(schema.metadata))
 
 
 def dataset(address: str) -> DataSource:
     """Open `NAME:SPLIT` or `NAME:CONFIG:SPLIT`, where NAME is a folder or a dataset on the hub."""
+    return _open(*parse_address(address))
+
+
+def parse_address(address: str) -> tuple[str, str | None, str | None]:
+    """Return the name, the configuration and the split of `NAME:CONFIG:SPLIT`."""
     match = _ADDRESS.fullmatch(address)
     if not match:
         raise InputError(f"'{DATASETS}{address}' is not the address of a dataset", hint=_HINT)
-    return _open(*match.groups())
+    return match[1], match[2], match[3]
 
 
 def folder(path: str) -> DataSource:
@@ -55,6 +60,15 @@ def folder(path: str) -> DataSource:
 
 
 def _open(name: str, config: str | None, split: str | None) -> DataSource:
+    loaded = load_dataset(name, config, split)
+    features = loaded.features
+    columns = None if features is None else tuple(features)
+    classes = {} if features is None else _classes(features.arrow_schema.metadata)
+    return DataSource(_rows(name, loaded.with_format("arrow").iter(_BATCH_ROWS)), columns, classes)
+
+
+def load_dataset(name: str, config: str | None, split: str | None) -> Any:
+    """Load one split with the `datasets` library; a folder of data files is streamed."""
     try:
         import datasets
     except ImportError as error:
@@ -62,7 +76,7 @@ def _open(name: str, config: str | None, split: str | None) -> DataSource:
     path = Path(name).expanduser()
     if name.startswith((".", "/", "~")) and not path.is_dir():
         raise InputError(f"no folder with a dataset at {name}")
-    with _translate_errors(name), _quiet_hub():
+    with translate_read_errors(name), _quiet_hub():
         if not path.is_dir():
             split = split or _only_split(name, datasets.get_dataset_split_names(name, config))
             loaded = datasets.load_dataset(name, config, split=split)
@@ -78,10 +92,7 @@ def _open(name: str, config: str | None, split: str | None) -> DataSource:
         loaded = loaded[split]
     elif path.is_dir() and split is not None:
         raise InputError(f"{name} is a dataset without splits", hint=f"--data {name}")
-    features = loaded.features
-    columns = None if features is None else tuple(features)
-    classes = {} if features is None else _classes(features.arrow_schema.metadata)
-    return DataSource(_rows(name, loaded.with_format("arrow").iter(_BATCH_ROWS)), columns, classes)
+    return loaded
 
 
 def _only_split(name: str, splits: list[str]) -> str:
@@ -94,7 +105,7 @@ def _only_split(name: str, splits: list[str]) -> str:
 
 def _rows(name: str, batches: Iterable[Any]) -> Iterator[LocatedRow]:
     number = 0
-    with _translate_errors(name):
+    with translate_read_errors(name):
         for batch in batches:
             for row in batch.to_pylist():
                 number += 1
@@ -102,7 +113,7 @@ def _rows(name: str, batches: Iterable[Any]) -> Iterator[LocatedRow]:
 
 
 @contextmanager
-def _translate_errors(name: str) -> Iterator[None]:
+def translate_read_errors(name: str) -> Iterator[None]:
     """Translate the exceptions of these libraries into one-line errors."""
     try:
         yield
@@ -114,7 +125,7 @@ def _translate_errors(name: str) -> Iterator[None]:
             hint="check the network, or pass a file or a folder",
         ) from error
     except Exception as error:
-        raise InputError(f"{name} cannot be read: {_one_line(error)}") from error
+        raise InputError(f"{name} cannot be read: {one_line_reason(error)}") from error
 
 
 @contextmanager
@@ -129,7 +140,8 @@ def _quiet_hub() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _one_line(error: Exception) -> str:
+def one_line_reason(error: Exception) -> str:
+    """Return the message of a library's exception as one short line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 

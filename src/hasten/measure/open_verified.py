@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from hasten.backends import Artifact, RunOptions
 from hasten.bundle import Bundle
 from hasten.core.errors import AccuracyError, StageError, UnsupportedError
-from hasten.core.report import Candidate, Status
+from hasten.core.report import Candidate, Status, Verdict
 from hasten.families import family_of_bundle
 from hasten.generation.generator import Generator
 from hasten.predictor import Predictor, probe, require_variant
@@ -16,7 +17,21 @@ from hasten.predictor import Predictor, probe, require_variant
 logger = logging.getLogger("hasten")
 
 
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """An opened variant, and how its answers on this machine compare with the reference."""
+
+    opened: Predictor | Generator
+    artifact: Artifact
+    verdict: Verdict
+
+
 def open_verified(bundle: Bundle, variant: str | None, options: RunOptions) -> Predictor | Generator:
+    """Open the variant that `open_with_verdict` finds."""
+    return open_with_verdict(bundle, variant, options).opened
+
+
+def open_with_verdict(bundle: Bundle, variant: str | None, options: RunOptions) -> Verified:
     """Open the fastest variant that runs here and reproduces the reference; the graph is the last resort.
 
     Generative models have no such graph. Every skipped variant is logged. A variant that is requested by name and does
@@ -44,7 +59,7 @@ def open_verified(bundle: Bundle, variant: str | None, options: RunOptions) -> P
                 failure = "reproduce the reference answers" if skipped.status is Status.INACCURATE else "run"
                 message = "skipping %s, which does not %s here: %s; using %s instead"
                 logger.warning(message, skipped.variant, failure, skipped.reason, artifact.variant)
-            return opened
+            return Verified(opened, artifact, verdict)
         opened.close()
         rejected.append(Candidate(artifact.variant.name, Status.INACCURATE, verdict.reason, verdict))
     if all(candidate.status is Status.UNAVAILABLE for candidate in rejected):

@@ -9,6 +9,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, TypeAlias
 
@@ -16,10 +17,10 @@ from hasten.core.errors import InputError
 
 STDIN = "-"
 
-# A row and its location, for messages.
+# A row and its location, for messages; where a reader keeps errors, an invalid row is an InputError.
 LocatedRow: TypeAlias = tuple[str, object]
 
-# Longer than any text, short enough that an unclosed quote does not fill the memory.
+# Longer than any text, short enough that an unclosed quote or a missing newline does not fill the memory.
 _MAX_CELL = 2**27
 _CHUNK = 2**20
 # A value that ends this close to the end of the text read so far may continue in the next chunk.
@@ -43,23 +44,32 @@ class DataSource:
     is_untyped: bool = False
 
 
-def json_lines(path: str) -> DataSource:
+def json_lines(path: str, *, keeps_errors: bool = False) -> DataSource:
     """Open JSON lines; blank lines are skipped."""
-    return DataSource(
-        (f"{path}, line {number}", _parse(line, f"{path}, line {number}"))
-        for number, line in _lines(path)
-        if line.strip()
-    )
+
+    def rows() -> Iterator[LocatedRow]:
+        for number, line in _byte_lines(path):
+            location = f"{path}, line {number}"
+            try:
+                text = _decode(line, path, number)
+                if text.strip():
+                    yield location, _parse(text, location)
+            except InputError as error:
+                if not keeps_errors:
+                    raise
+                yield location, error
+
+    return DataSource(rows())
 
 
-def json_values(path: str) -> DataSource:
+def json_values(path: str, *, keeps_errors: bool = False) -> DataSource:
     """Open a JSON array of objects; many .json files are JSON lines instead."""
     with _opened(path) as stream:
         is_array = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    return DataSource(_items(path)) if is_array else json_lines(path)
+    return DataSource(_items(path)) if is_array else json_lines(path, keeps_errors=keeps_errors)
 
 
-def table(path: str, delimiter: str) -> DataSource:
+def table(path: str, delimiter: str, *, keeps_errors: bool = False) -> DataSource:
     """Open a table with a header; quoted cells may hold delimiters, newlines and doubled quotes."""
     lines = (line for _, line in _lines(path))
     csv.field_size_limit(_MAX_CELL)
@@ -76,7 +86,11 @@ def table(path: str, delimiter: str) -> DataSource:
     def rows() -> Iterator[LocatedRow]:
         for number, cells in _cells(reader, path):
             if len(cells) != len(header):
-                raise InputError(f"{path}, line {number} has {len(cells)} cells, and the header has {len(header)}")
+                error = InputError(f"{path}, line {number} has {len(cells)} cells, and the header has {len(header)}")
+                if not keeps_errors:
+                    raise error
+                yield f"{path}, line {number}", error
+                continue
             # An empty cell is a missing value.
             row = {name: cell for name, cell in zip(header, cells, strict=True) if name and cell}
             yield f"{path}, line {number}", row
@@ -125,16 +139,27 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
+    """Yield numbered lines as text."""
+    return ((number, _decode(line, path, number)) for number, line in _byte_lines(path))
+
+
+def _byte_lines(path: str) -> Iterator[tuple[int, bytes]]:
     """Yield numbered lines. Only the newline separates them: texts may hold other separators."""
     with _opened(path) as stream:
-        for number, line in enumerate(stream, 1):
-            try:
-                text = line.decode()
-            except UnicodeDecodeError as error:
-                raise InputError(
-                    f"{path}, line {number} is not UTF-8 text: byte {error.start + 1} of it is {line[error.start]:#x}"
-                ) from error
-            yield number, text.removeprefix("\ufeff") if number == 1 else text
+        for number, line in enumerate(iter(partial(stream.readline, _MAX_CELL + 1), b""), 1):
+            if len(line) > _MAX_CELL:
+                raise InputError(f"{path}, line {number} is longer than {_MAX_CELL >> 20} MB")
+            yield number, line
+
+
+def _decode(line: bytes, path: str, number: int) -> str:
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path}, line {number} is not UTF-8 text: byte {error.start + 1} of it is {line[error.start]:#x}"
+        ) from error
+    return text.removeprefix("\ufeff") if number == 1 else text
 
 
 def _parse(line: str, location: str) -> object:

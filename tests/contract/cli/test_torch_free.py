@@ -50,6 +50,13 @@ def test_predictor_imports_only_its_runtime(
     assert not modules & (HEAVY | others)
 
 
+def test_map_imports_only_its_runtime(classifier_bundle: Any) -> None:
+    code = "import hasten, pyarrow; list(hasten.map(sys.argv[1], [pyarrow.table({'text': ['a text']})]))"
+    modules = modules_after(code, str(classifier_bundle.path))
+    assert {"onnxruntime", "pyarrow"} <= modules
+    assert not modules & (HEAVY | {"datasets"})
+
+
 def test_generation_imports_only_its_runtime(tmp_path: Path) -> None:
     from support.models import tiny_decoders
 

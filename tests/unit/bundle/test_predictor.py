@@ -19,7 +19,7 @@ from hasten.core.errors import BundleError, InputError, PlanError, UnsupportedEr
 from hasten.core.tensors import BATCH, SEQUENCE, Batch, DType, Outputs, SessionSpec, TensorSpec
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.predictor import Predictor, first_runnable_variant, open_predictor
-from hasten.tasks import TASKS, TaskSpec
+from hasten.tasks import TASKS, Encoded, TaskSpec
 
 MakePredictor = Callable[..., Predictor]
 Answer = Callable[[np.ndarray], Sequence[float]]
@@ -242,6 +242,16 @@ def test_progress_counts_each_row_once(chunked: MakePredictor, embedder: TaskSpe
         chunks, lambda chunk: predictor.encode(TEXTS[chunk.start : chunk.stop]), on_batch=seen.append
     )
     assert sum(len(encoded.batch) for encoded, _ in results) == sum(seen) == len(TEXTS)
+
+
+def test_chunks_without_rows_have_no_outputs(chunked: MakePredictor, embedder: TaskSpec) -> None:
+    predictor = chunked(embedder)
+    empty = Encoded(Batch({}, np.zeros(0, np.int32)), np.zeros(0, np.int64), 0, (), ())
+    sizes = [0, 3, 0, 0, 2, 4, 1, 0]
+    results = predictor.run_in_chunks(sizes, lambda size: predictor.encode(list(TEXTS[:size])) if size else empty)
+    found = [(encoded.items, {name: len(output) for name, output in outputs.items()}) for encoded, outputs in results]
+    assert found == [(size, {"embedding": size} if size else {}) for size in sizes]
+    assert [encoded.items for encoded, _ in predictor.run_in_chunks([0, 0], lambda _: empty)] == [0, 0]
 
 
 # --- threads
