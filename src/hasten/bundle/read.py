@@ -29,7 +29,7 @@ TOKENIZER = "tokenizer/tokenizer.json"
 # The directory of config.json and tokenizer_config.json, which transformers reads.
 TRANSFORMERS = "transformers"
 REPORT = "report.json"
-# The same as a page; it is not sealed.
+# The most important measurements as a page, which is not sealed.
 PAGE = "report.html"
 REFERENCE_INPUTS = "reference/inputs.jsonl"
 REFERENCE_OUTPUTS = "reference/outputs.npz"

@@ -10,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("bundle", type=Path, help="directory of the bundle")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="where to write the page (default: report.html in the bundle)"
+        "-o", "--output", type=Path, metavar="FILE", help="file of the page (default: report.html in the bundle)"
     )
     parser.add_argument("--open", action="store_true", help="show the page in a browser")
 
@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> int:
     from hasten.report_page import write_page
 
     bundle = open_bundle(args.bundle)
-    file = (args.output or bundle.path / PAGE).resolve()
+    file = (args.output or bundle.path / PAGE).absolute()
     write_page(bundle, file)
     if args.json:
         console.print_json({"file": file})

@@ -198,7 +198,7 @@ def _translate(error: OSError, action: str) -> StageError | None:
         return _full_disk(action)
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return StageError(f"no permission to write: {action}", hint="choose another directory with -o")
-    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+    if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
         return StageError(f"a file is in the way: {action}", hint="choose another directory with -o")
     return None
 

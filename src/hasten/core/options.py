@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from decimal import Decimal
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
 
@@ -101,7 +102,7 @@ def changed_options(value: DataclassInstance) -> list[str]:
     arguments: list[str] = []
     for declared in _declared(type(value)):
         setting = attrgetter(declared.path)(value)
-        if setting == declared.default or not (setting or declared.default):
+        if setting == declared.default or setting in (None, {}, ()):
             continue
         arguments.append(declared.flags[-1])
         if declared.option.is_flag:
@@ -111,12 +112,16 @@ def changed_options(value: DataclassInstance) -> list[str]:
         elif isinstance(setting, tuple | list):
             arguments += map(str, setting)
         else:
-            arguments += str(setting).split() if declared.option.has_many else [_written(setting)]
+            arguments += str(setting).split() if declared.option.has_many else [_to_text(setting)]
     return arguments
 
 
-def _written(setting: object) -> str:
-    return f"{setting:g}" if isinstance(setting, float) else str(setting)
+def _to_text(setting: object) -> str:
+    """Return a number without an exponent, which durations do not have."""
+    if not isinstance(setting, float):
+        return str(setting)
+    text = format(Decimal(repr(setting)), "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def parse_whole(text: str) -> int:

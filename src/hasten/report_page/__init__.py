@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -22,18 +23,23 @@ from hasten.core.options import changed_options
 from hasten.core.report import Report
 from hasten.tasks import Row
 
-# Enough of a row to recognize it, and of the rows on which a variant differs most.
-_MAX_ROW_CHARS, _MAX_ROWS = 400, 3
+# Enough of a row to recognize it. Smaller errors than this are not worth an example.
+_MAX_ROW_CHARS, _SMALL = 400, 1e-3
 # What would end the element that the data stands in.
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 def write_page(bundle: Bundle, file: Path) -> None:
-    """Write the report of a bundle as a page."""
+    """Write the report of a bundle as a page; a link is replaced, not followed."""
     text = render_page(bundle.manifest, bundle.report, bundle.reference().rows)
     with translate_os_errors(f"writing {file}"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        temporary = file.with_name(f".{file.name}.{os.getpid()}")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(file)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def render_page(manifest: Manifest, report: Report, rows: Sequence[Row]) -> str:
@@ -49,22 +55,29 @@ def render_page(manifest: Manifest, report: Report, rows: Sequence[Row]) -> str:
 
 
 def _page_data(manifest: Manifest, report: Report, rows: Sequence[Row]) -> dict[str, Any]:
-    worst = dict.fromkeys(
-        index
-        for candidate in report.candidates
-        if candidate.verdict is not None
-        for index in candidate.verdict.agreement.worst[:_MAX_ROWS]
-        if index < len(rows)
-    )
+    verdicts = [candidate.verdict for candidate in report.candidates if candidate.verdict is not None]
+    worst = [
+        verdict.agreement.worst[:1]
+        for verdict in verdicts
+        if verdict.passed and not verdict.agreement.max_error <= _SMALL
+    ]
+    # A model that was built from a Python object has the name of its class.
+    is_repeatable = "(" not in report.plan.model
     return {
         "model": msgspec.to_builtins(manifest.model),
         "task": manifest.task.name,
         "hasten": manifest.hasten,
-        "command": shlex.join(["hasten", "build", report.plan.model, *changed_options(report.plan), "-o", "bundle"]),
+        "command": _command(report) if is_repeatable else None,
+        "isGenerative": manifest.generation is not None,
         # Errors that are not finite become null.
         "report": msgspec.json.decode(msgspec.json.encode(report)),
-        "rows": {str(index): _shorten(rows[index]) for index in worst},
+        # A page may be shared: it holds no row that it does not show.
+        "rows": {str(index): _shorten(rows[index]) for indices in worst for index in indices if index < len(rows)},
     }
+
+
+def _command(report: Report) -> str:
+    return shlex.join(["hasten", "build", report.plan.model, *changed_options(report.plan), "-o", "bundle"])
 
 
 def _shorten(row: Row) -> Mapping[str, str]:

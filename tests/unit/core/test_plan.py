@@ -243,6 +243,7 @@ def test_plan_is_read_from_the_command_line() -> None:
         "--batch-size 1 2 4 --seq-len 64 64 64 --search-budget 90 --bench-budget 0.5",
         "--data rows.csv --columns text=a,label=b --max-drop 0.5 --metric f1",
         "--variants a-fp32 b-int8 --keep all --allow-pickle",
+        "--data rows.csv --max-drop 0 --min-agreement 0.99999999 --bench-budget 0.00005",
     ],
 )
 def test_changed_options_make_the_plan_again(words: str) -> None:

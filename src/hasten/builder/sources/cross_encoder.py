@@ -61,7 +61,7 @@ def read_cross_encoder(model: ModelDirectory, tokenizer: Any, spec: TaskSpec) ->
     if settings:
         file = "sentence_bert_config.json"
         transformer = model.json(file) or {}
-        chat_settings = (transformer.get("processing_kwargs") or {}).pop("chat_template", {})
+        chat_settings = (transformer.get("processing_kwargs") or {}).pop("chat_template", None) or {}
         for key in ("max_seq_length", "do_lower_case", "processing_kwargs"):
             if transformer.get(key):
                 raise UnsupportedError(f"{model.id} has '{key}' in its {file}, which is not supported")

@@ -18,12 +18,19 @@ from hasten.measure.encoder_gate import FP32_TOLERANCE
 MODULE = "LogitScore"
 # The tokens of models whose files name none, as in sentence-transformers.
 _TRUE_TOKEN, _FALSE_TOKEN = "yes", "no"
+# Arguments of a tokenizer that may be among the variables of a template.
+_SIZES = {"max_length", "padding", "return_tensors", "truncation"}
 # Private characters, which no template has.
 _MARK = re.compile("\ue000(.*?)\ue001")
 # The roles of the messages that sentence-transformers makes from a pair.
 _ROLES = {INSTRUCTION: "system", QUERY: "query", DOCUMENT: "document"}
-# Pairs on which the reduced template must equal the real one.
-_PROBES = (("query", "document", "instruction"), (" \n a ", "\ttwo\n\nlines \n", " b \n"), ("<a>", "", "&"))
+# Pairs on which the reduced template must equal the real one: a template may strip, change or shorten texts.
+_PROBES = (
+    ("A Query?", "A Document, İ.", "An Instruction:"),
+    (" \n a ", "\ttwo\n\nlines \n", " b \n"),
+    ("<a>", "", "&"),
+    ("query " * 1000, "document " * 1000, "instruction " * 1000),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +54,9 @@ class LogitRanker:
                     f"the tokenizer of {files.id} does not have the tokens '{_TRUE_TOKEN}' and '{_FALSE_TOKEN}'",
                     hint="save the model with sentence-transformers' LogitScore, which names the tokens of its score",
                 )
-        if not all(isinstance(token, int) and 0 <= token < len(tokenizer) for token in ids):
-            raise UnsupportedError(f"{files.id} scores with the tokens {ids}, which its tokenizer does not have")
+        size = model.get_output_embeddings().weight.shape[0]
+        if not all(isinstance(token, int) and 0 <= token < size for token in ids):
+            raise UnsupportedError(f"{files.id} scores with the tokens {ids}, which it has no logits of")
         return cls(model, ids)
 
     def layer(self) -> Any:
@@ -80,6 +88,8 @@ def read_templates(
     model: ModelDirectory, tokenizer: Any, settings: Mapping[str, Any]
 ) -> tuple[PairTemplate, PairTemplate]:
     """Return the chat template of a pair, and of a pair with an instruction; `settings` are its variables."""
+    if unsupported := _SIZES & settings.keys():
+        raise UnsupportedError(f"{model.id} sets '{min(unsupported)}' for its chat template, which is not supported")
     reduce = partial(_reduce, model, tokenizer, settings)
     return reduce((QUERY, DOCUMENT)), reduce((INSTRUCTION, QUERY, DOCUMENT))
 
@@ -99,7 +109,8 @@ def _reduce(model: ModelDirectory, tokenizer: Any, settings: Mapping[str, Any], 
         )
     for strips in (False, True):
         template = PairTemplate(tuple(pieces[::2]), tuple(pieces[1::2]), strips)
-        probes = [dict(zip((QUERY, DOCUMENT, INSTRUCTION), probe, strict=True)) for probe in _PROBES]
+        special = " ".join(tokenizer.all_special_tokens)
+        probes = [dict(zip((QUERY, DOCUMENT, INSTRUCTION), probe, strict=True)) for probe in (*_PROBES, [special] * 3)]
         if all(template.render(**probe) == render({slot: probe[slot] for slot in slots}) for probe in probes):
             return template
     raise UnsupportedError(f"the chat template of {model.id} changes the texts of a pair, which is not supported")

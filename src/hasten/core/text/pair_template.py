@@ -35,15 +35,16 @@ class PairTemplate:
         return "".join(text + parts[slot] for text, slot in zip(self.texts, self.slots, strict=False)) + self.texts[-1]
 
     def encode(self, pairs: Sequence[tuple[str, str]], instruction: str, tokenizer: Tokenizer) -> Tokens:
-        """Return a row per pair; a pair that is too long loses the end of its document, not that of the template."""
+        """Return a row per pair; a pair that is too long is truncated, but not the end of the template."""
         texts = [self.render(query, document, instruction) for query, document in pairs]
         rows = [encoding.ids for encoding in tokenizer.encode_whole(texts)]
         limit = tokenizer.spec.max_length
         truncated = tuple(index for index, row in enumerate(rows) if len(row) > limit)
         if truncated:
             end = self._end(instruction, tokenizer)[-limit:]
+            is_left = tokenizer.spec.truncates_left
             for index in truncated:
-                rows[index] = rows[index][: limit - len(end)] + end
+                rows[index] = rows[index][-limit:] if is_left else rows[index][: limit - len(end)] + end
         values = {
             name: rows if name == "input_ids" else [[0] * len(row) for row in rows] for name in tokenizer.spec.inputs
         }

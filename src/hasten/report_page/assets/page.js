@@ -1,6 +1,6 @@
 "use strict";
 // Draws the page from the data beside it. Texts become text nodes, never markup: they may come from anywhere.
-const { model, task, hasten, command, report, rows } = JSON.parse(document.getElementById("data").textContent);
+const { model, task, hasten, command, isGenerative, report, rows } = JSON.parse(document.getElementById("data").textContent);
 const { bench, candidates, chosen, machine } = report;
 const USABLE = ["chosen", "eligible", "baseline"];
 // What differs by less differs only in the order of additions.
@@ -11,7 +11,7 @@ const LOSSLESS = 1e-6;
 function h(tag, attributes, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes ?? {})) if (value != null) element.setAttribute(name, value);
-  element.append(...children.flat().filter((child) => child != null && child !== ""));
+  element.append(...children.flat(Infinity).filter((child) => child != null && child !== ""));
   return element;
 }
 
@@ -31,7 +31,9 @@ function section(title, text, ...children) {
 function chart(label, options) {
   const width = Math.min(900, Math.max(340, document.documentElement.clientWidth - 48));
   const style = { background: "transparent", color: "currentColor", fontSize: "12px" };
-  return h("figure", {}, Plot.plot({ width, style, ariaLabel: label, ...options }), h("figcaption", {}, label));
+  const plot = Plot.plot({ width, style, ariaLabel: label, ...options });
+  plot.setAttribute("role", "img");
+  return h("figure", {}, plot, h("figcaption", {}, label));
 }
 
 // Numbers
@@ -54,7 +56,9 @@ const footprintOf = new Map(bench.footprints.map((footprint) => [footprint.varia
 const chosenTiming = timingOf.get(chosen);
 const chosenCandidate = candidates.find((candidate) => candidate.variant === chosen);
 const verdicts = candidates.filter((candidate) => candidate.verdict);
-const measure = verdicts[0]?.verdict.agreement.measure ?? "agreement";
+// Variants of a ranking model are judged by the lowest of several measures.
+const measures = new Set(verdicts.map((candidate) => candidate.verdict.agreement.measure));
+const measure = measures.size === 1 ? [...measures][0] : "agreement";
 
 function interval(timing) {
   if (timing.variant === bench.baseline) return "";
@@ -75,9 +79,9 @@ function header() {
     h("p", {}, `${task} · ${model.architecture} · built ${report.created.slice(0, 10)} with hasten ${hasten}`),
     h("dl", { class: "tiles" },
       tile("speed", times(chosenTiming.speedup.value), `${chosen} against ${bench.baseline} at ${optimal}`),
-      tile("latency", milliseconds(chosenTiming.p50_ms), `p50 of a batch of ${optimal} tokens`),
-      tile(measure, agreementText(agreement.value), `on ${agreement.rows} rows`),
-      metric ? tile(metric.name, metric.value.toFixed(4), `PyTorch: ${reference.value.toFixed(4)}`) : null,
+      tile("latency", milliseconds(chosenTiming.p50_ms), isGenerative ? `p50 of a decode step at ${optimal}` : `p50 of a batch of ${optimal} tokens`),
+      tile(agreement.measure, agreementText(agreement.value), `on ${agreement.rows} ${isGenerative ? "tokens" : "rows"}`),
+      metric ? tile(metric.name, metric.value.toFixed(4), `reference: ${reference.value.toFixed(4)}`) : null,
       footprint ? tile("memory", megabytes(footprint.peak_memory_bytes), than("peak_memory_bytes")) : null,
       footprint ? tile("size", megabytes(footprint.size_bytes), than("size_bytes")) : null));
 }
@@ -88,9 +92,10 @@ function paretoSection() {
     loss: Math.max(LOSSLESS, 1 - candidate.verdict.agreement.value), isChosen: candidate.variant === chosen,
   })).sort((a, b) => a.speed.value - b.speed.value);
   points.forEach((point, index) => { point.dy = index % 2 ? 15 : -11; });
+  const named = points.filter((point) => point.isChosen || report.pareto_front.includes(point.variant) || points.length < 5);
   if (!points.length) return null;
   const colour = (point) => (point.isChosen ? "var(--accent)" : "var(--other)");
-  const plot = chart(`Speed at ${optimal} against ${bench.baseline}, and what is lost in ${measure}. Better is up and right.`, {
+  const plot = chart(`Speed at ${optimal} against ${bench.baseline}, and the loss of ${measure}. Better is up and right.`, {
     height: 300, marginLeft: 60, marginRight: 90, insetTop: 20, insetBottom: 12, grid: true,
     x: { label: `speed against ${bench.baseline} (×)`, zero: true },
     y: { label: `1 − ${measure}`, type: "log", reverse: true, ticks: 5, domain: [LOSSLESS, Math.max(1e-3, 2 * Math.max(...points.map((d) => d.loss)))],
@@ -99,7 +104,7 @@ function paretoSection() {
       Plot.ruleX([1], { stroke: "var(--line)" }),
       Plot.link(points, { x1: (d) => d.speed.low, x2: (d) => d.speed.high, y1: "loss", y2: "loss", stroke: colour, strokeWidth: 2, strokeOpacity: 0.5 }),
       Plot.dot(points, { x: (d) => d.speed.value, y: "loss", r: 5.5, fill: colour, stroke: "var(--paper)" }),
-      [-11, 15].map((dy) => Plot.text(points.filter((d) => d.dy === dy), { x: (d) => d.speed.value, y: "loss", text: "variant", dy, fill: "currentColor" })),
+      [-11, 15].map((dy) => Plot.text(named.filter((d) => d.dy === dy), { x: (d) => d.speed.value, y: "loss", text: "variant", dy, fill: "currentColor" })),
       Plot.tip(points, Plot.pointer({ x: (d) => d.speed.value, y: "loss", fill: "var(--paper)",
         title: (d) => `${d.variant}\n${times(d.speed.value)} (${d.speed.low.toFixed(2)}–${d.speed.high.toFixed(2)})\n${measure} ${agreementText(1 - d.loss)}` })),
     ],
@@ -112,8 +117,8 @@ function latencySection() {
   const medians = bench.timings.map((timing) => ({ ...timing, shape: shapeName(timing.shape) }));
   const colour = (point) => (point.variant === chosen ? "var(--accent)" : "var(--other)");
   const plot = chart("Latency by shape (batch × tokens). Dots: p50; ticks: the median of each round.", {
-    marginLeft: 150, marginRight: 60, height: 60 + 26 * medians.length,
-    x: { type: "log", label: "ms", grid: true, tickFormat: "~s" }, y: { label: null, axis: "left" }, fy: { label: null, domain: shapes },
+    marginLeft: Math.min(260, 20 + 6.5 * Math.max(...medians.map((d) => d.variant.length))), marginRight: 60, height: 60 + 26 * medians.length,
+    x: { type: "log", label: "ms", grid: true, tickFormat: "~g" }, y: { label: null, axis: "left", tickFormat: (name) => (name.length > 36 ? `${name.slice(0, 35)}…` : name) }, fy: { label: null, domain: shapes },
     marks: [
       Plot.tickX(rounds, { fy: "shape", y: "variant", x: "value", stroke: colour, strokeOpacity: 0.45 }),
       Plot.dot(medians, { fy: "shape", y: "variant", x: "p50_ms", r: 4, fill: colour, stroke: "var(--paper)" }),
@@ -128,7 +133,7 @@ function latencySection() {
     { title: "p50", kind: "number", cell: (t) => milliseconds(t.p50_ms) },
     { title: "p90", kind: "number", cell: (t) => milliseconds(t.p90_ms) },
     { title: "p99", kind: "number", cell: (t) => milliseconds(t.p99_ms) },
-    { title: "rows/s", kind: "number", cell: (t) => Math.round(t.rows_per_s) },
+    { title: isGenerative ? "tokens/s" : "rows/s", kind: "number", cell: (t) => Number(t.rows_per_s.toPrecision(3)).toLocaleString("en") },
     { title: "speed", kind: "number", cell: (t) => times(t.speedup.value) },
     { title: "95 % interval", kind: "number", cell: interval },
   ];
@@ -140,8 +145,9 @@ function accuracySection() {
   const lines = verdicts.map((candidate) => ({ ...candidate, ...candidate.verdict, className: candidate.variant === chosen ? "chosen" : null }));
   const columns = [
     { title: "variant", kind: "name", cell: (line) => variantName(line.variant) },
-    { title: "", cell: (line) => h("span", { class: `status ${line.status}` }, line.passed ? "passed" : "rejected") },
-    { title: measure, kind: "number", cell: (line) => agreementText(line.agreement.value) },
+    { title: "gate", cell: (line) => h("span", { class: `status ${line.status}` }, line.passed ? "passed" : "rejected") },
+    { title: "agreement", kind: "number", cell: (line) => agreementText(line.agreement.value) },
+    { title: "measure", cell: (line) => line.agreement.measure },
     { title: "lowest cosine", kind: "number", cell: (line) => line.agreement.cosine_min?.toFixed(5) },
     { title: "largest error", kind: "number", cell: (line) => line.agreement.max_error?.toExponential(1) ?? "not finite" },
     { title: "flips", kind: "number", cell: (line) => line.agreement.flips },
@@ -149,10 +155,10 @@ function accuracySection() {
     { title: "rows", kind: "number", cell: (line) => line.agreement.rows },
     { title: "verdict", kind: "text", cell: (line) => line.reason },
   ];
-  const worst = verdicts.filter((candidate) => candidate.verdict.passed && candidate.verdict.agreement.max_error > 1e-3)
+  const worst = verdicts.filter((candidate) => candidate.verdict.passed && (candidate.verdict.agreement.max_error ?? Infinity) > 1e-3)
     .map((candidate) => ({ candidate, index: candidate.verdict.agreement.worst.find((index) => rows[index]) }))
     .filter(({ index }) => index != null);
-  return section("Accuracy", "Each variant is compared with the original model before it is timed; what fails the gate is not eligible.",
+  return section("Accuracy", "Each variant is compared with the original model before it is timed; a variant that fails the gate is not eligible.",
     table("Verdicts", columns, lines),
     worst.map(({ candidate, index }) => [
       h("p", {}, `${candidate.variant} differs most on row ${index}:`),
@@ -166,7 +172,7 @@ function rejectedSection() {
   return section("Not used", "Variants that were considered, and why they are not in the bundle.",
     table("Variants and reasons", [
       { title: "variant", kind: "name", cell: (line) => variantName(line.variant) },
-      { title: "", cell: (line) => h("span", { class: `status ${line.status}` }, line.status) },
+      { title: "status", cell: (line) => h("span", { class: `status ${line.status}` }, line.status) },
       { title: "reason", kind: "text", cell: (line) => line.reason },
     ], rejected));
 }
@@ -199,13 +205,33 @@ function stagesSection() {
       { title: "peak memory", kind: "number", cell: (stage) => megabytes(stage.peak_memory_bytes) },
       { title: "notes", kind: "text", cell: (stage) => stage.notes.join("; ") },
     ], lines),
-    h("h2", {}, "Reproduce"), h("pre", { tabindex: 0 }, command),
+    h("h3", {}, "Reproduce"), h("pre", { tabindex: 0 }, command ?? "built from a Python object: there is no command"),
     h("p", {}, [machine.cpu, `${machine.cores} cores`, megabytes(machine.memory_bytes), machine.system, ...machine.gpus.map((gpu) => gpu.name)].join(" · ")),
     h("p", {}, [`Python ${machine.python}`, ...Object.entries(machine.libraries).map(([name, version]) => `${name} ${version}`)].join(" · ")));
 }
 
-document.getElementById("page").replaceChildren(...[
-  header(), ...report.notes.map((note) => h("p", { class: "note" }, note)), paretoSection(), latencySection(), accuracySection(),
-  rejectedSection(), passesSection(), stagesSection(),
-  h("footer", {}, "Charts: Observable Plot (ISC licence). This page needs no network."),
-].filter(Boolean));
+function footprintSection() {
+  return section("Memory and size", "Measured in a process of its own for each variant.",
+    table("Footprints", [
+      { title: "variant", kind: "name", cell: (line) => variantName(line.variant) },
+      { title: "on the Pareto front", cell: (line) => (report.pareto_front.includes(line.variant) ? "yes" : "") },
+      { title: "load", kind: "number", cell: (line) => milliseconds(line.load_ms) },
+      { title: "peak memory", kind: "number", cell: (line) => megabytes(line.peak_memory_bytes) },
+      { title: "GPU memory", kind: "number", cell: (line) => megabytes(line.gpu_memory_bytes) },
+      { title: "size", kind: "number", cell: (line) => megabytes(line.size_bytes) },
+    ], bench.footprints));
+}
+
+const caveats = [...report.notes, ...verdicts.filter((candidate) => candidate.verdict.passed)
+  .flatMap((candidate) => candidate.verdict.notes.map((note) => `${candidate.variant}: ${note}`))];
+const page = document.getElementById("page");
+try {
+  page.replaceChildren(...[
+    header(), ...caveats.map((note) => h("p", { class: "note" }, note)), paretoSection(), latencySection(), accuracySection(),
+    footprintSection(), rejectedSection(), passesSection(), stagesSection(),
+    h("footer", {}, "Charts: Observable Plot (ISC licence). This page needs no network."),
+  ].filter(Boolean));
+} catch (error) {
+  page.replaceChildren(h("p", { class: "note" }, `This report cannot be drawn (${error}). Its numbers are in report.json beside it.`));
+  throw error;
+}
