@@ -6,6 +6,7 @@ pads its inputs (`pad`) and removes the padding from its outputs (`unpad`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -71,6 +72,12 @@ class Signature:
     ignores_padding: bool = True
     # The id of the mask token, if the outputs have entries for mask tokens only.
     mask_id: int | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of the outputs that a row has whatever its length."""
+        specs = [spec for spec in self.outputs if BATCH in spec.shape and not spec.is_per_token]
+        return sum(4 * math.prod(size for size in spec.shape if isinstance(size, int)) for spec in specs)
 
     def counts(self, output: TensorSpec, batch: Batch) -> IntArray:
         """Return the number of entries of an output that belong to each row."""

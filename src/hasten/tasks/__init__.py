@@ -57,6 +57,10 @@ class TaskSpec:
     mask_token: str = ""
     # The function that turns a ranking model's logit into its score.
     activation: str = ""
+    # The function that compares two embeddings: "dot" or "cosine".
+    similarity: str = ""
+    # The number of terms that a sparse embedding keeps; all of them if None.
+    max_active_dims: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import pytest
 
 import hasten
 from hasten.bundle import Bundle
+from support.models import sentence_layouts
 from support.server_process import Server
 
 pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
@@ -34,6 +35,7 @@ def bundles(
         "classifier": (tiny_classifier("bert"), {}),
         "ranker": (tiny_classifier("bert", labels=("relevant",)), {"task": "text-ranking", "data": None}),
         "embedder": (tiny_embedder(), {"data": None}),
+        "sparse": (sentence_layouts.save_sparse(tmp_path_factory.mktemp("models"), prompts={"query": "what "}), {}),
     }
     return {
         name: quick_build(model, folder / name, variants=["onnxruntime-fp32"], **options)
@@ -299,7 +301,7 @@ def test_openai_embeddings_equal_in_process(openai_client: Any, bundles: dict[st
 
 def test_openai_models_are_listed(openai_client: Any) -> None:
     models = list(openai_client.models.list())
-    assert {model.id for model in models} == {"classifier", "embedder", "ranker"}
+    assert {model.id for model in models} == {"classifier", "embedder", "ranker", "sparse"}
     assert {model.object for model in models} == {"model"}
 
 
@@ -337,6 +339,18 @@ def test_tei_embeddings_equal_in_process(server: Server, bundles: dict[str, Bund
     np.testing.assert_allclose(server.json("POST", "/embed", {"inputs": TEXTS[0]}), reference[:1], atol=1e-6)
 
 
+def test_tei_sparse_embeddings_equal_in_process(server: Server, bundles: dict[str, Bundle]) -> None:
+    body = {"inputs": TEXTS, "prompt_name": "query"}
+    answers = server.json("POST", "/embed_sparse", body)
+    for answer, reference in zip(answers, expected(bundles["sparse"], TEXTS, prompt_name="query"), strict=True):
+        assert [set(term) for term in answer] == [{"index", "value"}] * len(answer)
+        assert [term["index"] for term in answer] == reference["indices"].tolist()
+        assert [term["value"] for term in answer] == pytest.approx(reference["values"].tolist(), abs=1e-5)
+    assert len(server.json("POST", "/embed_sparse", {"inputs": TEXTS[0]})) == 1
+    predicted = server.json("POST", "/predict", {"inputs": TEXTS[0], "model": "sparse"})
+    assert predicted["indices"] == expected(bundles["sparse"], TEXTS[0])["indices"].tolist()
+
+
 def test_tei_documents_are_ranked(server: Server) -> None:
     body = {"query": "one", "texts": [*TEXTS, "a third"], "return_text": True}
     ranks = server.json("POST", "/rerank", body)
@@ -361,6 +375,9 @@ def test_tei_documents_are_ranked(server: Server) -> None:
         ("/embed", b"{", 422, "Tokenizer", "not JSON"),
         ("/embed", {"inputs": "a", "model": "classifier"}, 424, "Backend", "does not support embeddings"),
         ("/embed", {"inputs": "a", "model": "missing"}, 404, "Validation", "model 'missing' not found"),
+        ("/embed_sparse", {"inputs": "word " * 500}, 413, "Validation", "longer than"),
+        ("/embed_sparse", {"inputs": "a", "model": "embedder"}, 424, "Backend", "does not support sparse embeddings"),
+        ("/embed_sparse", {"inputs": "a", "prompt_name": "b"}, 422, "Tokenizer", "no prompt 'b'"),
         ("/rerank", {"query": "one", "texts": []}, 400, "Empty", "texts is empty"),
         ("/rerank", {"query": "one"}, 422, "Tokenizer", "texts"),
         ("/rerank", {"query": "one", "texts": ["a"] * 2000}, 413, "Validation", "the request has 2000 items"),

@@ -56,3 +56,20 @@ def save(name: str, folder: Path) -> Path:
         str(saved), create_model_card=False
     )
     return saved
+
+
+def save_sparse(
+    folder: Path, *, architecture: str = "bert", pooling: dict[str, Any] | None = None, **settings: Any
+) -> Path:
+    """Save a sparse encoder (SPLADE); `settings` are those of sentence-transformers' SparseEncoder."""
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    tiny_encoders.save(architecture, "ForMaskedLM", folder / "transformer")
+    transformer = Transformer(str(folder / "transformer"), transformer_task="fill-mask", max_seq_length=32)
+    modules = [transformer, SpladePooling(**pooling or {})]
+    SparseEncoder(modules=modules, device="cpu", **settings).save_pretrained(
+        str(folder / "sparse"), create_model_card=False
+    )
+    return folder / "sparse"

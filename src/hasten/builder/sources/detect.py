@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hasten.builder.sources.cross_encoder import is_cross_encoder, read_scoring_layout, score_labels
 from hasten.builder.sources.directory import ModelDirectory
+from hasten.builder.sources.sparse_layout import is_sparse_encoder
 from hasten.core.errors import PlanError
 from hasten.core.plan import Plan
 from hasten.core.tensors import MASKS
@@ -12,6 +13,7 @@ from hasten.tasks import AnyTask, TaskSpec
 
 EMBEDDING = "sentence-similarity"
 RANKING = "text-ranking"
+SPARSE = "sparse-embedding"
 _NO_HEAD = "feature-extraction"
 
 
@@ -79,6 +81,8 @@ def _detect(model: ModelDirectory) -> str | None:
     """Detect the task from the model's files; those of sentence-transformers are more specific than the class name."""
     if is_cross_encoder(model):
         return RANKING
+    if is_sparse_encoder(model):
+        return SPARSE
     heads = [item for family in FAMILIES.all() for item in family.detected_heads.items()]
     by_class = next((task for task, suffixes in heads if model.architecture.endswith(suffixes)), None)
     has_adapter_head = model.base is not None and model.architecture != model.base.architecture and by_class is not None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,21 @@ from hasten.core.errors import UnsupportedError
 from hasten.core.tensors import PROMPT_MASK
 from hasten.tasks import Pooling
 
+if TYPE_CHECKING:
+    from hasten.builder.sources.sentence_layout import SparsePooling
+
 # Below any activation, above the smallest float: padding is never the maximum.
 _MASKED_VALUE = -1e9
+# Terms whose logits are computed and pooled at a time: for a batch of 8 × 512 tokens, a vocabulary of 30,000 takes
+# 500 MB at once and 67 MB in such blocks, as much as the feed-forward layers.
+_BLOCK_TERMS = 4096
 
 
 class Exportable(nn.Module):
     """Takes tensors by name and returns a tuple of tensors, as exporters and sessions require."""
+
+    # The reason why the fused backend, which reads the weights of the model, cannot compute these outputs.
+    not_fused = ""
 
     def __init__(self, model: nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         super().__init__()
@@ -72,6 +82,83 @@ class Pooled(Exportable):
         prompt = feeds.get(PROMPT_MASK)
         outputs = self.run_model({name: value for name, value in feeds.items() if name != PROMPT_MASK})
         return (self.head(outputs["last_hidden_state"], feeds["attention_mask"], prompt),)
+
+
+class SparsePooled(Exportable):
+    """Returns one weight per term of the vocabulary for each text; the model's logits are never complete in memory."""
+
+    not_fused = "does not compute sparse embeddings"
+
+    def __init__(
+        self, model: Any, inputs: Sequence[str], outputs: Sequence[str], pooling: SparsePooling, pad_id: int
+    ) -> None:
+        super().__init__(model, inputs, outputs)
+        feeds = example_inputs(inputs, pad_id, None)
+        decoder = model.get_output_embeddings()
+        unsupported = UnsupportedError(f"the head of {type(model).__name__} does not end with a layer over its terms")
+        if not isinstance(decoder, nn.Linear):
+            raise unsupported
+        with torch.inference_mode():
+            logits = self.run_model(feeds)["logits"]
+            weights = _activate(logits, pooling.logarithms) * feeds["attention_mask"].unsqueeze(-1)
+            expected = weights.sum(dim=1) if pooling.is_sum else weights.amax(dim=1)
+            _remove(model, decoder)
+            self.head = SparseHead(decoder, pooling).eval()
+            (actual,) = self.compute(feeds)
+        if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=1e-3, atol=1e-4):
+            raise unsupported
+
+    def with_model(self, model: Any) -> Self:
+        if isinstance(decoder := model.get_output_embeddings(), nn.Linear):
+            _remove(model, decoder)
+        copied = copy.copy(self)
+        copied._modules = {**self._modules, "model": model}
+        return copied
+
+    def compute(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return (self.head(self.run_model(feeds)["logits"], feeds["attention_mask"]),)
+
+
+class SparseHead(nn.Module):
+    """Turns vectors of tokens into one weight per term, a block of terms at a time."""
+
+    def __init__(self, decoder: nn.Linear, pooling: SparsePooling) -> None:
+        super().__init__()
+        self.is_sum, self.logarithms = pooling.is_sum, pooling.logarithms
+        self.blocks = nn.ModuleList()
+        for start in range(0, decoder.out_features, _BLOCK_TERMS):
+            terms = slice(start, start + _BLOCK_TERMS)
+            block = nn.Linear(1, 1, bias=decoder.bias is not None)
+            block.weight = nn.Parameter(decoder.weight[terms].detach())
+            block.out_features, block.in_features = block.weight.shape
+            if decoder.bias is not None:
+                block.bias = nn.Parameter(decoder.bias[terms].detach())
+            self.blocks.append(block)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        real = mask.unsqueeze(-1)
+        if self.is_sum:
+            weights = real.to(tokens.dtype)
+            pooled = [(_activate(block(tokens), self.logarithms) * weights).sum(dim=1) for block in self.blocks]
+            return torch.cat(pooled, dim=-1)
+        # Padding gets the vector of the first token, which changes no maximum and is cheaper than masking logits.
+        tokens = torch.where(real.bool(), tokens, tokens[:, :1])
+        # The activation is monotone: it may follow the maximum.
+        return _activate(torch.cat([block(tokens).amax(dim=1) for block in self.blocks], dim=-1), self.logarithms)
+
+
+def _activate(logits: Tensor, logarithms: int) -> Tensor:
+    weights = logits.relu()
+    for _ in range(logarithms):
+        weights = weights.log1p()
+    return weights
+
+
+def _remove(model: nn.Module, layer: nn.Module) -> None:
+    """Replace a layer of a model by the identity."""
+    name = next(name for name, module in model.named_modules() if module is layer)
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, nn.Identity())
 
 
 class LastTokenHead(Exportable):

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.backends import Source
 from hasten.builder.sources.cross_encoder import read_cross_encoder, read_scoring_layout, score_labels
-from hasten.builder.sources.detect import EMBEDDING, RANKING, detect_task
+from hasten.builder.sources.detect import EMBEDDING, RANKING, SPARSE, detect_task
 from hasten.builder.sources.directory import ModelDirectory
 from hasten.builder.sources.peft import load_adapted
 from hasten.builder.sources.quiet import first_line, quiet_libraries
 from hasten.builder.sources.sentence_layout import SentenceLayout, read_layout
+from hasten.builder.sources.sparse_layout import read_sparse_layout
 from hasten.builder.sources.tokenizer import load_fast_tokenizer, prepend_lowercase, tokenizer_spec
 from hasten.core.errors import HastenError, StageError, UnsupportedError, missing_package
 from hasten.core.plan import Plan
@@ -131,9 +132,10 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
     task = TASKS.get(detect_task(model, plan))
     _check_architecture(model)
     layout = _read_layout(model, task, plan)
-    auto_class = "AutoModel" if layout is not None else task.auto_class
+    has_own_head = layout is None or layout.sparse is not None
+    auto_class = task.auto_class if has_own_head else "AutoModel"
     # The pooler of a model without a head is not used.
-    needs_pooler = bool(task.heads) and layout is None
+    needs_pooler = bool(task.heads) and has_own_head
     module, tokenizer = load_module(model, _encoder_class(model, auto_class), plan, needs_pooler=needs_pooler)
     from hasten.builder.sources.export_wrapper import example_inputs
 
@@ -142,7 +144,7 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
     facts = read_facts(accepted, module.config, tokenizer, task, layout, model, _reserved_positions(module))
     signature = facts.signature
     inputs = [spec.name for spec in signature.inputs]
-    exportable = _exportable(module, inputs, task, layout, signature.mask_id)
+    exportable = _exportable(module, inputs, task, layout, signature.mask_id, facts.tokenizer.pad_id)
     feeds = example_inputs(inputs, facts.tokenizer.pad_id, signature.mask_id, pads_left=signature.pads_left)
     outputs, ignores_padding = _probe(exportable, task, feeds)
     return LoadedModel(
@@ -171,6 +173,8 @@ def _check_architecture(model: ModelDirectory) -> None:
 def _read_layout(model: ModelDirectory, task: AnyTask, plan: Plan) -> SentenceLayout | None:
     if task.name == EMBEDDING:
         return read_layout(model, plan)
+    if task.name == SPARSE:
+        return read_sparse_layout(model)
     return read_scoring_layout(model) if task.name == RANKING else None
 
 
@@ -230,10 +234,17 @@ def read_facts(
 
 
 def _exportable(
-    module: Any, inputs: Sequence[str], task: AnyTask, layout: SentenceLayout | None, mask_id: int | None
+    module: Any,
+    inputs: Sequence[str],
+    task: AnyTask,
+    layout: SentenceLayout | None,
+    mask_id: int | None,
+    pad_id: int,
 ) -> Exportable:
     from hasten.builder.sources import export_wrapper
 
+    if layout is not None and layout.sparse is not None:
+        return export_wrapper.SparsePooled(module, inputs, task.outputs, layout.sparse, pad_id)
     if layout is not None:
         head = export_wrapper.PoolingHead(layout.pooling, [layer.module() for layer in layout.dense], layout.normalize)
         return export_wrapper.Pooled(module, inputs, task.outputs, head)
@@ -301,6 +312,8 @@ def _task_spec(task: AnyTask, config: Any, tokenizer: Any, layout: SentenceLayou
             default_prompt=layout.default_prompt,
             pools_prompt=layout.pools_prompt,
             special_ids=() if layout.pools_prompt else tuple(sorted(tokenizer.all_special_ids)),
+            similarity=layout.similarity,
+            max_active_dims=layout.max_active_dims,
         )
     # Every configuration has default labels; only those of classifiers are used.
     labels = range(config.num_labels) if task.auto_class.endswith("Classification") else ()

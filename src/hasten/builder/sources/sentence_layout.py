@@ -81,6 +81,16 @@ class NormLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class SparsePooling:
+    """The pooling of logits over a vocabulary into one weight per term (SPLADE)."""
+
+    # Whether the weights of a term at all tokens are added; otherwise the largest counts.
+    is_sum: bool = False
+    # How often log(1 + x) is applied to positive logits.
+    logarithms: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class SentenceLayout:
     """The modules after the transformer, and the settings of the model."""
 
@@ -93,6 +103,10 @@ class SentenceLayout:
     default_prompt: str | None = None
     # Whether the pooling includes the tokens of a prompt.
     pools_prompt: bool = True
+    # The pooling of a sparse encoder, which replaces `pooling` and `dense`.
+    sparse: SparsePooling | None = None
+    similarity: str = ""
+    max_active_dims: int | None = None
 
 
 def read_layout(model: ModelDirectory, plan: Plan) -> SentenceLayout:
@@ -109,11 +123,15 @@ def read_layout(model: ModelDirectory, plan: Plan) -> SentenceLayout:
     layout = read_modules(model)
     if not layout.pooling and plan_pooling is None:
         raise PlanError(f"{model.id} has no pooling module", hint="--pooling mean or cls")
+    return add_settings(replace(layout, pooling=plan_pooling or layout.pooling), model)
+
+
+def add_settings(layout: SentenceLayout, model: ModelDirectory) -> SentenceLayout:
+    """Return the layout with the settings that sentence-transformers stores beside the modules."""
     lengths: Any = next((content for name in _LENGTH_FILES if (content := model.json(name))), {})
     config = model.json("config_sentence_transformers.json") or {}
     return replace(
         layout,
-        pooling=plan_pooling or layout.pooling,
         max_length=lengths.get("max_seq_length"),
         lowercase=bool(lengths.get("do_lower_case")),
         # Keep empty prompts: newer versions write them, and requests or the default may name them.

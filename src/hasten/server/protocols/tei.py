@@ -1,4 +1,4 @@
-"""Serve the API of text-embeddings-inference: `POST /embed`, `POST /rerank`, `GET /info`."""
+"""Serve the API of text-embeddings-inference: `/embed`, `/embed_sparse`, `/rerank` and `/info`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from hasten.server.http.exchange import ErrorBody, Response, status_of
 from hasten.server.models.encoder_model import EncoderModel
 from hasten.server.protocols.routes import HttpCall, Route
 from hasten.tasks import Encoded
+from hasten.tasks.sparse_embedding import keep_largest, to_sparse
 from hasten.tasks.text_classification import Scoring, apply_scoring
 
-EMBEDDING, _RANKING = "sentence-similarity", "text-ranking"
+EMBEDDING, _SPARSE, _RANKING = "sentence-similarity", "sparse-embedding", "text-ranking"
 
 
 class EmptyError(InputError):
@@ -48,6 +49,22 @@ class EmbedRequest(msgspec.Struct):
     truncate: bool = False
     prompt_name: str | None = None
     model: str = ""
+
+
+class SparseRequest(msgspec.Struct):
+    """The body of `POST /embed_sparse`."""
+
+    inputs: str | list[str]
+    truncate: bool = False
+    prompt_name: str | None = None
+    model: str = ""
+
+
+class Term(msgspec.Struct):
+    """A term of a sparse embedding: its id in the vocabulary and its weight."""
+
+    index: int
+    value: float
 
 
 class RerankRequest(msgspec.Struct):
@@ -86,19 +103,25 @@ def embed(call: HttpCall) -> None:
     """Reply with the embeddings of texts."""
     request = call.exchange.read_json(EmbedRequest)
     model = _find_encoder(call, request.model, EMBEDDING, "support embeddings")
-    prompt = {} if request.prompt_name is None else {"prompt_name": request.prompt_name}
-    options = model.task.options(model.spec, prompt)
-    texts = [request.inputs] if isinstance(request.inputs, str) else request.inputs
-    if not texts:
-        raise EmptyError("inputs is empty")
-    model.check_items(len(texts))
 
     def decode(outputs: Outputs, _: Encoded) -> Response:
         vectors = outputs[model.task.outputs[0]]
         return Response.json(normalize(vectors) if request.normalize else vectors)
 
-    check = _length_check(request.truncate, model)
-    call.exchange.on_close = model.submit_payload(lambda: texts, decode, call.done, options=options, check=check)
+    _embed(call, model, request, decode)
+
+
+def embed_sparse(call: HttpCall) -> None:
+    """Reply with the weighted terms of texts."""
+    request = call.exchange.read_json(SparseRequest)
+    model = _find_encoder(call, request.model, _SPARSE, "support sparse embeddings")
+
+    def decode(outputs: Outputs, _: Encoded) -> Response:
+        weights = keep_largest(outputs[model.task.outputs[0]], model.spec.max_active_dims)
+        terms = [zip(text["indices"].tolist(), text["values"].tolist(), strict=True) for text in to_sparse(weights)]
+        return Response.json([[Term(index, value) for index, value in text] for text in terms])
+
+    _embed(call, model, request, decode)
 
 
 def rerank(call: HttpCall) -> None:
@@ -175,6 +198,23 @@ def _find_encoder(call: HttpCall, name: str, task: str, ability: str) -> Encoder
     return model
 
 
+def _embed(
+    call: HttpCall,
+    model: EncoderModel,
+    request: EmbedRequest | SparseRequest,
+    decode: Callable[[Outputs, Encoded], Response],
+) -> None:
+    """Submit the texts of a request for embeddings."""
+    prompt = {} if request.prompt_name is None else {"prompt_name": request.prompt_name}
+    options = model.task.options(model.spec, prompt)
+    texts = [request.inputs] if isinstance(request.inputs, str) else request.inputs
+    if not texts:
+        raise EmptyError("inputs is empty")
+    model.check_items(len(texts))
+    check = _length_check(request.truncate, model)
+    call.exchange.on_close = model.submit_payload(lambda: texts, decode, call.done, options=options, check=check)
+
+
 def _length_check(truncates: bool, model: EncoderModel) -> Callable[[Encoded], None]:
     """Return a check that rejects truncated inputs before anything is computed."""
 
@@ -190,6 +230,14 @@ _route = partial(Route, error_body=tei_error_body, error_status=tei_status, stat
 _SERVER = "(text-embeddings-inference)"
 ROUTES = (
     _route("POST", "/embed", embed, f"Compute embeddings {_SERVER}", EmbedRequest, list[list[float]]),
+    _route(
+        "POST",
+        "/embed_sparse",
+        embed_sparse,
+        f"Compute sparse embeddings {_SERVER}",
+        SparseRequest,
+        list[list[Term]],
+    ),
     _route("POST", "/rerank", rerank, f"Rank documents by relevance {_SERVER}", RerankRequest, list[Rank]),
     _route("GET", "/info", info, f"Model and limits {_SERVER}", answer=Info),
 )
