@@ -30,6 +30,8 @@ MASKS = "masks"
 ATTENTION_MASK = "attention_mask"
 # An optional input of embedders: it marks the tokens of a prompt that the pooling leaves out.
 PROMPT_MASK = "prompt_mask"
+# An optional input of multi-vector encoders: it marks the tokens that fill a query, to which no token attends.
+EXPANSION_MASK = "expansion_mask"
 
 # Outputs by name. A tensor per row has the shape (rows, …), one per token (tokens, …), one per mask token (masks, …),
 # rows concatenated.

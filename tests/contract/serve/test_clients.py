@@ -36,6 +36,7 @@ def bundles(
         "ranker": (tiny_classifier("bert", labels=("relevant",)), {"task": "text-ranking", "data": None}),
         "embedder": (tiny_embedder(), {"data": None}),
         "sparse": (sentence_layouts.save_sparse(tmp_path_factory.mktemp("models"), prompts={"query": "what "}), {}),
+        "multi-vector": (sentence_layouts.save_multi_vector(tmp_path_factory.mktemp("models")), {}),
     }
     return {
         name: quick_build(model, folder / name, variants=["onnxruntime-fp32"], **options)
@@ -301,7 +302,7 @@ def test_openai_embeddings_equal_in_process(openai_client: Any, bundles: dict[st
 
 def test_openai_models_are_listed(openai_client: Any) -> None:
     models = list(openai_client.models.list())
-    assert {model.id for model in models} == {"classifier", "embedder", "ranker", "sparse"}
+    assert {model.id for model in models} == {"classifier", "embedder", "multi-vector", "ranker", "sparse"}
     assert {model.object for model in models} == {"model"}
 
 
@@ -362,6 +363,19 @@ def test_tei_documents_are_ranked(server: Server) -> None:
     assert [rank["index"] for rank in raw] == [rank["index"] for rank in ranks]
     assert [1 / (1 + np.exp(-rank["score"])) for rank in raw] == pytest.approx(scores, abs=1e-6)
     assert set(raw[0]) == {"index", "score"}
+
+
+def test_tei_documents_are_ranked_by_max_sim(server: Server, bundles: dict[str, Bundle]) -> None:
+    body = {"query": "one", "texts": [*TEXTS, "a third"], "model": "multi-vector"}
+    ranks = server.json("POST", "/rerank", body)
+    reference = expected(bundles["multi-vector"], {"query": "one", "documents": body["texts"]})
+    assert [rank["index"] for rank in ranks] == [entry["corpus_id"] for entry in reference]
+    scores = [entry["score"] for entry in reference]
+    assert [rank["score"] for rank in ranks] == pytest.approx(scores, rel=1e-5)
+    parameters = {"input_type": "query"}
+    request = {"inputs": [TEXTS[0]], "parameters": parameters, "model": "multi-vector"}
+    vectors = server.json("POST", "/predict", request)
+    np.testing.assert_allclose(vectors[0], expected(bundles["multi-vector"], TEXTS[0], **parameters), atol=1e-5)
 
 
 @pytest.mark.parametrize(

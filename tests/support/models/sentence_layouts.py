@@ -73,3 +73,24 @@ def save_sparse(
         str(folder / "sparse"), create_model_card=False
     )
     return folder / "sparse"
+
+
+def save_multi_vector(
+    folder: Path, *, expansion: dict[str, Any] | None = None, normalize: bool = True, **settings: Any
+) -> Path:
+    """Save a multi-vector encoder (ColBERT); `settings` are those of sentence-transformers' MultiVectorEncoder."""
+    import torch
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.base.modules import Dense, Normalize, Transformer
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+    tiny_encoders.save("bert", "Model", folder / "transformer")
+    torch.manual_seed(11)
+    transformer = Transformer(str(folder / "transformer"), document_length=32, query_expansion=expansion)
+    options = {"bias": False, "activation_function": torch.nn.Identity(), "module_input_name": "token_embeddings"}
+    modules = [transformer, Dense(WIDTH, 24, **options), MultiVectorMask([".", "?", "the"])]
+    modules += [Normalize(module_input_name="token_embeddings")] if normalize else []
+    MultiVectorEncoder(modules=modules, device="cpu", **settings).save_pretrained(
+        str(folder / "multi-vector"), create_model_card=False
+    )
+    return folder / "multi-vector"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.core.errors import UnsupportedError
-from hasten.core.tensors import PROMPT_MASK
+from hasten.core.tensors import EXPANSION_MASK, PROMPT_MASK
 from hasten.tasks import Pooling
 
 if TYPE_CHECKING:
@@ -117,6 +117,36 @@ class SparsePooled(Exportable):
 
     def compute(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return (self.head(self.run_model(feeds)["logits"], feeds["attention_mask"]),)
+
+
+class TokenVectors(Exportable):
+    """Returns a vector per token: the model's, through dense layers and, if the model does so, normalized."""
+
+    not_fused = "does not compute token vectors of multi-vector encoders"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        dense: Sequence[nn.Module],
+        normalize: bool,
+    ) -> None:
+        super().__init__(model, inputs, outputs)
+        self.dense = nn.ModuleList(dense).eval()
+        self.normalize = normalize
+
+    def with_model(self, model: nn.Module) -> Self:
+        return type(self)(model, self.inputs, self.outputs, list(self.dense), self.normalize)
+
+    def compute(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        feeds = dict(feeds)
+        if (expansion := feeds.pop(EXPANSION_MASK, None)) is not None:
+            feeds["attention_mask"] = feeds["attention_mask"] * (1 - expansion)
+        vectors = self.run_model(feeds)["last_hidden_state"]
+        for layer in self.dense:
+            vectors = layer(vectors)
+        return (nn.functional.normalize(vectors, p=2.0, dim=-1) if self.normalize else vectors,)
 
 
 class SparseHead(nn.Module):
@@ -241,6 +271,8 @@ def example_inputs(
     feeds["attention_mask"] = mask.int()
     if PROMPT_MASK in feeds:
         feeds[PROMPT_MASK][:, :2] = 1
+    if EXPANSION_MASK in feeds:
+        feeds[EXPANSION_MASK][:, 3:] = mask[:, 3:].int()
     return feeds
 
 

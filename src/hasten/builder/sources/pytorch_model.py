@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.backends import Source
 from hasten.builder.sources.cross_encoder import read_cross_encoder, read_scoring_layout, score_labels
-from hasten.builder.sources.detect import EMBEDDING, RANKING, SPARSE, detect_task
+from hasten.builder.sources.detect import EMBEDDING, MULTI_VECTOR, RANKING, SPARSE, detect_task
 from hasten.builder.sources.directory import ModelDirectory
+from hasten.builder.sources.late_layout import late_interaction, read_late_layout, register_prefixes
 from hasten.builder.sources.peft import load_adapted
 from hasten.builder.sources.quiet import first_line, quiet_libraries
 from hasten.builder.sources.sentence_layout import SentenceLayout, read_layout
@@ -22,7 +23,17 @@ from hasten.builder.sources.sparse_layout import read_sparse_layout
 from hasten.builder.sources.tokenizer import load_fast_tokenizer, prepend_lowercase, tokenizer_spec
 from hasten.core.errors import HastenError, StageError, UnsupportedError, missing_package
 from hasten.core.plan import Plan
-from hasten.core.tensors import ATTENTION_MASK, BATCH, MASKS, PROMPT_MASK, SEQUENCE, DType, Signature, TensorSpec
+from hasten.core.tensors import (
+    ATTENTION_MASK,
+    BATCH,
+    EXPANSION_MASK,
+    MASKS,
+    PROMPT_MASK,
+    SEQUENCE,
+    DType,
+    Signature,
+    TensorSpec,
+)
 from hasten.core.text.tokenizer import TokenizerSpec
 from hasten.core.variant import Precision, Variant
 from hasten.measure.encoder_gate import FP32_TOLERANCE
@@ -175,6 +186,8 @@ def _read_layout(model: ModelDirectory, task: AnyTask, plan: Plan) -> SentenceLa
         return read_layout(model, plan)
     if task.name == SPARSE:
         return read_sparse_layout(model)
+    if task.name == MULTI_VECTOR:
+        return read_late_layout(model)
     return read_scoring_layout(model) if task.name == RANKING else None
 
 
@@ -200,6 +213,8 @@ def read_facts(
     """Collect the facts from configuration and tokenizer; `accepted` are the types of the model's inputs."""
     if layout is not None and layout.lowercase:
         prepend_lowercase(tokenizer)
+    if layout is not None and layout.late is not None:
+        register_prefixes(tokenizer, layout.late)
     columns = [name for name in tokenizer.model_input_names if name in accepted and name != ATTENTION_MASK]
     if "input_ids" not in columns:
         raise UnsupportedError(f"{model.id} has no input_ids: only text models are supported")
@@ -215,10 +230,14 @@ def read_facts(
             raise UnsupportedError(f"the tokenizer of {model.id} has no mask token, which fill-mask needs")
         mask_id = int(tokenizer.mask_token_id)
     spec = _task_spec(task, config, tokenizer, layout)
+    late = None if layout is None else late_interaction(layout, tokenizer, tokenizer_settings.max_length, model.id)
+    spec = replace(spec, late_interaction=late)
     if task.name == RANKING:
         spec = read_cross_encoder(model, tokenizer, spec)
     pads = {"input_ids": tokenizer_settings.pad_id}
     masks = (PROMPT_MASK,) if layout is not None and not layout.pools_prompt else ()
+    if late is not None and late.expansion_length and not late.is_expansion_attended:
+        masks = (EXPANSION_MASK,)
     signature = Signature(
         inputs=tuple(
             TensorSpec(name, accepted.get(name, DType.INT32), (BATCH, SEQUENCE), pads.get(name, 0))
@@ -245,6 +264,9 @@ def _exportable(
 
     if layout is not None and layout.sparse is not None:
         return export_wrapper.SparsePooled(module, inputs, task.outputs, layout.sparse, pad_id)
+    if layout is not None and layout.late is not None:
+        dense = [layer.module() for layer in layout.dense]
+        return export_wrapper.TokenVectors(module, inputs, task.outputs, dense, layout.normalize)
     if layout is not None:
         head = export_wrapper.PoolingHead(layout.pooling, [layer.module() for layer in layout.dense], layout.normalize)
         return export_wrapper.Pooled(module, inputs, task.outputs, head)
@@ -332,10 +354,10 @@ def _max_length(config: Any, tokenizer: Any, layout: SentenceLayout | None, rese
     if isinstance(positions, int) and positions > 0:
         limits.append(positions - reserved_positions)
     # As in sentence-transformers, the layout's limit replaces the tokenizer's, even if it is longer.
-    if layout is not None and layout.max_length:
-        limits.append(layout.max_length)
-    elif tokenizer.model_max_length < _NO_LIMIT:
-        limits.append(int(tokenizer.model_max_length))
+    limit = layout.max_length if layout is not None and layout.max_length else int(tokenizer.model_max_length)
+    limit = max(layout.late.limits(limit)) if layout is not None and layout.late is not None else limit
+    if limit < _NO_LIMIT:
+        limits.append(limit)
     return min(limits) if limits else 512
 
 

@@ -18,10 +18,12 @@ from hasten.server.http.exchange import ErrorBody, Response, status_of
 from hasten.server.models.encoder_model import EncoderModel
 from hasten.server.protocols.routes import HttpCall, Route
 from hasten.tasks import Encoded
+from hasten.tasks.multi_vector_embedding import document_scores
 from hasten.tasks.sparse_embedding import keep_largest, to_sparse
 from hasten.tasks.text_classification import Scoring, apply_scoring
 
-EMBEDDING, _SPARSE, _RANKING = "sentence-similarity", "sparse-embedding", "text-ranking"
+EMBEDDING, _SPARSE = "sentence-similarity", "sparse-embedding"
+_RANKING, _MULTI_VECTOR = "text-ranking", "multi-vector-embedding"
 
 
 class EmptyError(InputError):
@@ -125,17 +127,20 @@ def embed_sparse(call: HttpCall) -> None:
 
 
 def rerank(call: HttpCall) -> None:
-    """Reply with documents in the order of their relevance to a query."""
+    """Reply with documents in the order of their relevance to a query; a multi-vector model ranks them by MaxSim."""
     request = call.exchange.read_json(RerankRequest)
-    model = _find_encoder(call, request.model, _RANKING, "rank documents")
+    model = _find_encoder(call, request.model, _ranking_task(call, request.model), "rank documents")
     if not request.texts:
         raise EmptyError("texts is empty")
     model.check_items(len(request.texts))
     options = model.task.options(model.spec, {})
 
-    def decode(outputs: Outputs, _: Encoded) -> Response:
-        raw = outputs[model.task.outputs[0]][:, 0].astype(np.float64)
-        scores = raw if request.raw_scores else apply_scoring(raw, Scoring.SIGMOID)
+    def decode(outputs: Outputs, encoded: Encoded) -> Response:
+        if model.task.name == _MULTI_VECTOR:
+            scores = document_scores(outputs, encoded, model.spec)
+        else:
+            raw = outputs[model.task.outputs[0]][:, 0].astype(np.float64)
+            scores = raw if request.raw_scores else apply_scoring(raw, Scoring.SIGMOID)
         ranks: list[Rank] = []
         for index in np.argsort(-scores, kind="stable").tolist():
             rank = Rank(index=index, score=float(scores[index]))
@@ -213,6 +218,12 @@ def _embed(
     model.check_items(len(texts))
     check = _length_check(request.truncate, model)
     call.exchange.on_close = model.submit_payload(lambda: texts, decode, call.done, options=options, check=check)
+
+
+def _ranking_task(call: HttpCall, name: str) -> str:
+    """Return the task of the model that ranks documents: that of the named model, or of those on this server."""
+    tasks = {model.bundle.manifest.task.name for model in call.models if name in ("", model.name)}
+    return _MULTI_VECTOR if _MULTI_VECTOR in tasks and _RANKING not in tasks else _RANKING
 
 
 def _length_check(truncates: bool, model: EncoderModel) -> Callable[[Encoded], None]:
