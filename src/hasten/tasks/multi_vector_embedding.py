@@ -57,7 +57,7 @@ Answer: TypeAlias = FloatArray | float | list[Ranked]
 
 @dataclass(frozen=True, slots=True)
 class _RawOptions:
-    input_type: Literal["query", "document"] = DOCUMENT
+    input_type: Literal["query", "document"] = "document"
     prompt_name: str | None = None
     prompt: str | None = None
     top_k: int | None = None

@@ -378,6 +378,31 @@ def test_tei_documents_are_ranked_by_max_sim(server: Server, bundles: dict[str, 
     np.testing.assert_allclose(vectors[0], expected(bundles["multi-vector"], TEXTS[0], **parameters), atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["ranker", "embedder", "sparse", "multi-vector"])
+def test_vllm_scores_equal_in_process(server: Server, bundles: dict[str, Bundle], name: str) -> None:
+    pairs = [{"text": TEXTS[0], "text_pair": text} for text in (*TEXTS, "a third")]
+    reference = pytest.approx(np.ravel(expected(bundles[name], pairs)).tolist(), abs=1e-4)
+    body = {"model": name, "text_1": TEXTS[0], "text_2": [pair["text_pair"] for pair in pairs]}
+    answer = server.json("POST", "/score", body)
+    assert [entry["score"] for entry in answer["data"]] == reference
+    assert [entry["index"] for entry in answer["data"]] == [0, 1, 2]
+    answer = server.json("POST", "/v1/score", {**body, "text_1": [TEXTS[0]] * 3})
+    assert [entry["score"] for entry in answer["data"]] == reference
+    assert answer["usage"]["prompt_tokens"] > 0
+
+
+def test_vllm_invalid_requests_are_rejected(server: Server) -> None:
+    for changes, message in (
+        ({"model": "classifier"}, "does not score pairs"),
+        ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1 has 2 texts and text_2 3"),
+        ({"text_2": []}, "text_2 0"),
+        ({"text_2": ["a"] * 2000}, "the request has 2000 items"),
+    ):
+        status, _, answer = server.ask("POST", "/score", {"model": "ranker", "text_1": "a", "text_2": "b", **changes})
+        assert status in (400, 413)
+        assert message in json.loads(answer)["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "kind", "message"),
     [
