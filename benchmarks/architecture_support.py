@@ -163,13 +163,19 @@ def study(architecture: str, variants: Sequence[Variant], tasks: Sequence[str] =
 
 
 def write_multi_vector_layout(model: Path) -> None:
-    """Write a layout without a projection; queries are expanded unless the tokenizer pads on the left."""
+    """Write a layout without a projection; queries are expanded unless padding is on the left or attention is local.
+
+    The windows of tiny models are shorter than queries: tokens that fill them would attend to nothing.
+    """
+    import transformers
+
     kinds = ["Transformer", "MultiVectorMask", "Normalize"]
     modules = [{"path": "" if index == 0 else f"{index}_{kind}", "type": kind} for index, kind in enumerate(kinds)]
     (model / "modules.json").write_bytes(msgspec.json.encode(modules))
     (model / "config_sentence_transformers.json").write_bytes(msgspec.json.encode({"model_type": "MultiVectorEncoder"}))
-    pads_left = msgspec.json.decode((model / "tokenizer_config.json").read_bytes()).get("padding_side") == "left"
-    expansion = None if pads_left else {"strategy": "fixed", "length": 32}
+    pads_left = transformers.AutoTokenizer.from_pretrained(model).padding_side == "left"
+    is_local = "local_attention" in msgspec.json.decode((model / "config.json").read_bytes())
+    expansion = None if pads_left or is_local else {"strategy": "fixed", "length": 32}
     (model / "sentence_bert_config.json").write_bytes(msgspec.json.encode({"query_expansion": expansion}))
 
 

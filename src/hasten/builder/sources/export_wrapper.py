@@ -104,7 +104,10 @@ class SparsePooled(Exportable):
             expected = weights.sum(dim=1) if pooling.is_sum else weights.amax(dim=1)
             _remove(model, decoder)
             self.head = SparseHead(decoder, pooling).eval()
-            (actual,) = self.compute(feeds)
+            try:
+                (actual,) = self.compute(feeds)
+            except Exception as error:  # a model that uses its last layer otherwise may raise anything
+                raise unsupported from error
         if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=1e-3, atol=1e-4):
             raise unsupported
 

@@ -54,6 +54,10 @@ def read_late_layout(model: ModelDirectory) -> SentenceLayout:
 
 def _read_modules(model: ModelDirectory) -> SentenceLayout:
     settings, modules = _settings(model), module_kinds(model)
+    kinds = " → ".join(kind for kind, _ in modules)
+    unsupported = UnsupportedError(f"{model.id} computes token vectors with {kinds}, which is not supported")
+    if modules[0][0] != "Transformer":
+        raise unsupported
     dense: list[DenseLayer | NormLayer] = []
     # PyLate up to version 3 lists neither its mask nor the normalization.
     is_pylate = settings.get("model_type") == "ColBERT"
@@ -67,8 +71,7 @@ def _read_modules(model: ModelDirectory) -> SentenceLayout:
         elif kind == "Dense" and (is_pylate or not normalize):
             dense.append(read_layer(model, kind, folder))
         else:
-            kinds = " → ".join(kind for kind, _ in modules)
-            raise UnsupportedError(f"{model.id} computes token vectors with {kinds}, which is not supported")
+            raise unsupported
     skipped = settings.get("skiplist_words")
     if mask is None:
         mask = {"skiplist_words": _PUNCTUATION if skipped is None and is_pylate else skipped or ()}

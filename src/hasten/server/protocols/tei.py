@@ -104,7 +104,7 @@ class Info(TypedDict):
 def embed(call: HttpCall) -> None:
     """Reply with the embeddings of texts."""
     request = call.exchange.read_json(EmbedRequest)
-    model = _find_encoder(call, request.model, EMBEDDING, "support embeddings")
+    model = _find_encoder(call, request.model, "support embeddings", EMBEDDING)
 
     def decode(outputs: Outputs, _: Encoded) -> Response:
         vectors = outputs[model.task.outputs[0]]
@@ -116,7 +116,7 @@ def embed(call: HttpCall) -> None:
 def embed_sparse(call: HttpCall) -> None:
     """Reply with the weighted terms of texts."""
     request = call.exchange.read_json(SparseRequest)
-    model = _find_encoder(call, request.model, _SPARSE, "support sparse embeddings")
+    model = _find_encoder(call, request.model, "support sparse embeddings", _SPARSE)
 
     def decode(outputs: Outputs, _: Encoded) -> Response:
         weights = keep_largest(outputs[model.task.outputs[0]], model.spec.max_active_dims)
@@ -129,7 +129,7 @@ def embed_sparse(call: HttpCall) -> None:
 def rerank(call: HttpCall) -> None:
     """Reply with documents in the order of their relevance to a query; a multi-vector model ranks them by MaxSim."""
     request = call.exchange.read_json(RerankRequest)
-    model = _find_encoder(call, request.model, _ranking_task(call, request.model), "rank documents")
+    model = _find_encoder(call, request.model, "rank documents", _RANKING, _MULTI_VECTOR)
     if not request.texts:
         raise EmptyError("texts is empty")
     model.check_items(len(request.texts))
@@ -192,13 +192,13 @@ def normalize(vectors: FloatArray) -> FloatArray:
     return vectors / np.where(lengths == 0, 1, lengths)
 
 
-def _find_encoder(call: HttpCall, name: str, task: str, ability: str) -> EncoderModel:
-    """Return the model of that name or, without a name, the only model with this task."""
-    tasks = {model.bundle.manifest.task.name for model in call.models}
-    if not name and call.models.is_complete and task not in tasks:
+def _find_encoder(call: HttpCall, name: str, ability: str, *tasks: str) -> EncoderModel:
+    """Return the model of that name or, without a name, the only model with the first of these tasks that there is."""
+    served = {model.bundle.manifest.task.name for model in call.models}
+    if not name and call.models.is_complete and served.isdisjoint(tasks):
         raise UnsupportedError(f"the models of this server do not {ability}")
-    model = call.encoder(name, task)
-    if model.task.name != task:
+    model = call.encoder(name, next((task for task in tasks if task in served), tasks[0]))
+    if model.task.name not in tasks:
         raise UnsupportedError(f"'{model.name}' does not {ability}: its task is {model.task.name}")
     return model
 
@@ -218,12 +218,6 @@ def _embed(
     model.check_items(len(texts))
     check = _length_check(request.truncate, model)
     call.exchange.on_close = model.submit_payload(lambda: texts, decode, call.done, options=options, check=check)
-
-
-def _ranking_task(call: HttpCall, name: str) -> str:
-    """Return the task of the model that ranks documents: that of the named model, or of those on this server."""
-    tasks = {model.bundle.manifest.task.name for model in call.models if name in ("", model.name)}
-    return _MULTI_VECTOR if _MULTI_VECTOR in tasks and _RANKING not in tasks else _RANKING
 
 
 def _length_check(truncates: bool, model: EncoderModel) -> Callable[[Encoded], None]:
