@@ -193,7 +193,7 @@ def _label(entry: Mapping[str, Any]) -> str | None:
 
 
 def _format_vector(vectors: Any) -> str:
-    tokens = f"{vectors.shape[1]} tokens × " if vectors.ndim == 3 else ""
+    tokens = f"{vectors.shape[-2]} tokens × " if vectors.ndim > 1 else ""
     start = " ".join(f"{value:.4f}" for value in vectors.reshape(-1)[:6])
     return f"{tokens}{vectors.shape[-1]} numbers: {start} …  [dim](--json for all)[/]"
 

@@ -36,7 +36,12 @@ def bundles(
         "ranker": (tiny_classifier("bert", labels=("relevant",)), {"task": "text-ranking", "data": None}),
         "embedder": (tiny_embedder(), {"data": None}),
         "sparse": (sentence_layouts.save_sparse(tmp_path_factory.mktemp("models"), prompts={"query": "what "}), {}),
-        "multi-vector": (sentence_layouts.save_multi_vector(tmp_path_factory.mktemp("models")), {}),
+        "multi-vector": (
+            sentence_layouts.save_multi_vector(
+                tmp_path_factory.mktemp("models"), expansion={"strategy": "fixed", "length": 12}
+            ),
+            {},
+        ),
     }
     return {
         name: quick_build(model, folder / name, variants=["onnxruntime-fp32"], **options)
@@ -417,6 +422,13 @@ def test_vllm_invalid_requests_are_rejected(server: Server) -> None:
         ("/embed_sparse", {"inputs": "word " * 500}, 413, "Validation", "longer than"),
         ("/embed_sparse", {"inputs": "a", "model": "embedder"}, 424, "Backend", "does not support sparse embeddings"),
         ("/embed_sparse", {"inputs": "a", "prompt_name": "b"}, 422, "Tokenizer", "no prompt 'b'"),
+        (
+            "/rerank",
+            {"query": "word " * 40, "texts": ["a"], "model": "multi-vector"},
+            413,
+            "Validation",
+            "12 tokens of a",
+        ),
         ("/rerank", {"query": "one", "texts": []}, 400, "Empty", "texts is empty"),
         ("/rerank", {"query": "one"}, 422, "Tokenizer", "texts"),
         ("/rerank", {"query": "one", "texts": ["a"] * 2000}, 413, "Validation", "the request has 2000 items"),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import hasten
+from hasten.cli import main
 from hasten.core.errors import InputError, PlanError, UnsupportedError
 from support.models import sentence_layouts, tiny_encoders
 
@@ -62,6 +63,7 @@ def as_stanford(source: Path, folder: Path) -> Path:
 @dataclass
 class MultiVectorModel:
     path: Path
+    bundle: hasten.Bundle
     predictor: hasten.Predictor
     original: Any
 
@@ -95,7 +97,7 @@ def multi_vector_models(
         bundle = quick_build(path, variants=["onnxruntime-fp32"])
         assert bundle.manifest.task.name == "multi-vector-embedding"
         original = MultiVectorEncoder(str(path), device="cpu", local_files_only=True)
-        return MultiVectorModel(path, hasten.load(bundle.path, threads=1), original)
+        return MultiVectorModel(path, bundle, hasten.load(bundle.path, threads=1), original)
 
     return get
 
@@ -156,6 +158,12 @@ def test_reduced_precision_is_judged_by_max_sim(multi_vector_models: Any, quick_
     assert verdict.agreement.value <= min(verdict.agreement.cosine_mean, verdict.agreement.rank_correlation)
 
 
+def test_sizes_of_vectors_are_printed(multi_vector_models: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = multi_vector_models("colbert")
+    assert main(["run", str(model.bundle.path), "rain", "-O", "input_type=query", "--threads", "1"]) == 0
+    assert "12 tokens × 24 numbers" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("options", [{"input_type": "passage"}, {"top_k": 0}, {"prompt_name": "passage"}])
 def test_invalid_option_is_an_input_error(multi_vector_models: Any, options: dict[str, Any]) -> None:
     with pytest.raises(InputError):
@@ -173,8 +181,17 @@ def test_invalid_item_is_an_input_error(multi_vector_models: Any, payload: objec
 def test_unsupported_layout_is_rejected(multi_vector_models: Any, load_tiny: Any, tmp_path: Path) -> None:
     source = shutil.copytree(multi_vector_models("colbert").path, tmp_path / "model")
     modules = source / "modules.json"
-    modules.write_text(modules.read_text().replace("modules.normalize.Normalize", "modules.HierarchicalTokenPooling"))
+    supported = modules.read_text()
+    modules.write_text(supported.replace("modules.normalize.Normalize", "modules.HierarchicalTokenPooling"))
     with pytest.raises(UnsupportedError, match="HierarchicalTokenPooling, which is not supported"):
+        load_tiny(source)
+    modules.write_text(supported)
+    settings = source / "sentence_bert_config.json"
+    settings.write_text(json.dumps({"document_length": "long"}))
+    with pytest.raises(UnsupportedError, match="unsupported document_length 'long'"):
+        load_tiny(source)
+    settings.write_text(json.dumps({"query_expansion": {"strategy": "repeat", "length": 8}}))
+    with pytest.raises(UnsupportedError, match="expands queries in an unsupported way"):
         load_tiny(source)
     tiny_encoders.save("bert", "Model", tmp_path / "plain")
     with pytest.raises(PlanError, match="its projection is unknown"):

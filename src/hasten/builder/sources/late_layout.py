@@ -106,8 +106,8 @@ def _read_stanford(model: ModelDirectory) -> SentenceLayout:
         outputs, inputs = weights.get_slice("linear.weight").get_shape()
     metadata = model.json("artifact.metadata") or {}
     late = LateLayout(
-        document_length=metadata.get("doc_maxlen"),
-        expansion_length=int(metadata.get("query_maxlen") or _QUERY_LENGTH),
+        document_length=_length(model, metadata, "doc_maxlen"),
+        expansion_length=_length(model, metadata, "query_maxlen") or _QUERY_LENGTH,
         is_expansion_fixed=True,
         is_expansion_attended=bool(metadata.get("attend_to_mask_tokens")),
         skipped_words=_PUNCTUATION if metadata.get("mask_punctuation", True) else (),
@@ -140,17 +140,23 @@ def _pylate_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _read_lengths(model: ModelDirectory, transformer: dict[str, Any]) -> LateLayout:
     expansion = transformer.get("query_expansion") or {}
-    strategy, length = expansion.get("strategy", "fixed"), expansion.get("length", 0)
-    if strategy not in ("fixed", "min") or not isinstance(length, int) or (expansion and length < 1):
-        raise UnsupportedError(f"{model.id} expands queries by '{strategy}' to {length!r:.20}, which is not supported")
+    if not isinstance(expansion, dict) or (strategy := expansion.get("strategy", "fixed")) not in ("fixed", "min"):
+        raise UnsupportedError(f"{model.id} expands queries in an unsupported way: {expansion!r:.80}")
     return LateLayout(
-        query_length=transformer.get("query_length"),
-        document_length=transformer.get("document_length"),
-        expansion_length=length,
+        query_length=_length(model, transformer, "query_length"),
+        document_length=_length(model, transformer, "document_length"),
+        expansion_length=_length(model, expansion, "length") or 0,
         expansion_token=expansion.get("token"),
         is_expansion_fixed=strategy == "fixed",
         is_expansion_attended=bool(expansion.get("attend")),
     )
+
+
+def _length(model: ModelDirectory, settings: dict[str, Any], key: str) -> int | None:
+    value = settings.get(key)
+    if value is None or (isinstance(value, int) and value > 0):
+        return value
+    raise UnsupportedError(f"{model.id} has the unsupported {key} {value!r:.40}")
 
 
 def register_prefixes(tokenizer: Any, late: LateLayout) -> None:

@@ -46,7 +46,7 @@ def read_sparse_layout(model: ModelDirectory) -> SentenceLayout:
 
 def _read_pooling(model: ModelDirectory, folder: str) -> SparsePooling:
     config = model.json(f"{folder}/config.json") or {}
-    strategy, activation = config.get("pooling_strategy", "max"), config.get("activation_function", "relu")
+    strategy, activation = config.get("pooling_strategy", "max"), str(config.get("activation_function", "relu"))
     if strategy not in _STRATEGIES or activation not in _ACTIVATIONS:
         raise UnsupportedError(f"{model.id} pools its logits by '{strategy}' of '{activation}', which is not supported")
     return SparsePooling(strategy == "sum", _ACTIVATIONS[activation])

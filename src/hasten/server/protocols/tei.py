@@ -225,8 +225,10 @@ def _length_check(truncates: bool, model: EncoderModel) -> Callable[[Encoded], N
 
     def check(encoded: Encoded) -> None:
         if encoded.truncated and not truncates:
-            limit = model.signature.max_length
-            raise TooLargeError(f"an input is longer than the model's {limit} tokens", hint='set "truncate": true')
+            late, limits = model.spec.late_interaction, f"{model.signature.max_length} tokens"
+            if late is not None:
+                limits = f"{late.query_length} tokens of a query and {late.document_length} of a document"
+            raise TooLargeError(f"an input is longer than the model's {limits}", hint='set "truncate": true')
 
     return check
 
