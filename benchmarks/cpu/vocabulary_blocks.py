@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def make_graph(model: str, block: int | None, folder: Path) -> Path:
-    """Return the graph that ONNX Runtime runs, with so many terms in a block."""
+    """Return the graph that ONNX Runtime runs, with up to this number of terms in a block."""
     export_wrapper._BLOCK_TERMS = block or 2**31
     plan = Plan(model, task="sparse-embedding")
     loaded = load_model(find_model(plan), plan)
