@@ -88,7 +88,8 @@ class TokenRows(Encoded):
 
     def scored(self, vectors: FloatArray) -> list[FloatArray]:
         """Return the vectors of the scored tokens, by row."""
-        counts = np.add.reduceat(self.is_scored, np.cumsum(self.batch.lengths) - self.batch.lengths, dtype=np.int64)
+        row_of_token = np.repeat(np.arange(len(self.batch)), self.batch.lengths)
+        counts = np.bincount(row_of_token[self.is_scored], minlength=len(self.batch))
         return np.split(vectors[self.is_scored], np.cumsum(counts)[:-1])
 
     @property

@@ -101,9 +101,10 @@ class SparseEmbedding(RatedPairs, Task[Text, SparseVector | float, Options]):
 
         An inverted index finds a text only by the terms that it has, whatever the cosine is.
         """
-        ours, theirs = (keep_largest(source[WEIGHTS], spec.max_active_dims) for source in (outputs, reference))
-        if (non_finite := find_non_finite("mean cosine", ours, theirs, encoded.item_of_row)) is not None:
+        raw = outputs[WEIGHTS], reference[WEIGHTS]
+        if (non_finite := find_non_finite("mean cosine", *raw, encoded.item_of_row)) is not None:
             return non_finite
+        ours, theirs = (keep_largest(weights, spec.max_active_dims) for weights in raw)
         # One text at a time: hundreds of texts times a vocabulary in fp64 would take gigabytes.
         pairs = list(zip(ours, theirs, strict=True))
         cosines = np.concatenate([row_cosines(our[None], their[None]) for our, their in pairs])
@@ -118,10 +119,10 @@ class SparseEmbedding(RatedPairs, Task[Text, SparseVector | float, Options]):
         if correlation is not None:
             measures["rank correlation"] = correlation
         measure = min(measures, key=lambda name: measures[name])
+        # Errors are those of all weights: of two that are nearly equal, rounding decides which is kept.
         agreement = compare(
             measure,
-            ours,
-            theirs,
+            *raw,
             encoded.item_of_row,
             value=measures[measure],
             cosines=cosines,
