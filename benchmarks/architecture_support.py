@@ -130,8 +130,10 @@ def main() -> None:
 
 
 def add_untested(entry: Entry, variants: Sequence[str]) -> None:
-    """Add the variants of the table that this machine does not run."""
-    entry.results = {name: entry.results.get(name, f"{name} was not tested") for name in variants}
+    """Add the variants of the table that this machine does not run; a model that no variant runs fails for them too."""
+    reasons = set(entry.results.values())
+    shared = next(iter(reasons)) if len(reasons) == 1 and YES not in reasons else ""
+    entry.results = {name: entry.results.get(name, shared or f"{name} was not tested") for name in variants}
 
 
 def automatic_variants() -> list[Variant]:
