@@ -34,7 +34,7 @@ def questions(real_data: Path) -> tuple[list[str], list[str], list[int]]:
 
 @pytest.fixture(scope="module")
 def build(real_models: RealModels, quick_build: Any) -> Callable[[str], Path]:
-    return lambda name: quick_build(real_models(name), variants=[VARIANT], threads=None).path
+    return lambda name: quick_build(real_models(name), variants=[VARIANT], data=None, threads=None).path
 
 
 def mean_ndcg(scores: Any, answers: list[int]) -> float:
