@@ -30,7 +30,7 @@ from hasten.backends import BACKENDS, MODEL, Artifact, Dialect, RunOptions, Sess
 from hasten.builder.check_export import answer_awkward_batches, check_graph, check_tokenizer
 from hasten.builder.export.encoder import export
 from hasten.builder.passes.pipeline import apply_passes
-from hasten.builder.sources.detect import EMBEDDING, RANKING
+from hasten.builder.sources.detect import EMBEDDING, MULTI_VECTOR, RANKING
 from hasten.builder.sources.locate import find_model
 from hasten.builder.sources.pytorch_model import LoadedModel, load_model
 from hasten.builder.sources.quiet import quiet_libraries
@@ -97,23 +97,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", help="default: all of tests/support/models/tiny_encoders.py")
     parser.add_argument("--replace", action="store_true", help="replace the rows of these architectures in the file")
+    parser.add_argument("--task", action="append", choices=TASKS.names(), help="test and replace only these tasks")
     args = parser.parse_args()
-    names = args.architectures
+    names, studied = args.architectures or list(tiny_encoders.ARCHITECTURES), args.task or TASKS.names()
+    is_partial = bool(args.architectures or args.task)
     variants = automatic_variants()
-    tasks: dict[str, dict[str, Entry]] = {name: {} for name in TASKS.names()}
-    for architecture, entries in study_all(names or list(tiny_encoders.ARCHITECTURES), variants):
+    tasks: dict[str, dict[str, Entry]] = {name: {} for name in studied}
+    for architecture, entries in study_all(names, variants, studied):
         for task, entry in entries.items():
             tasks[task][architecture] = entry
             failed = {reason for reason in entry.results.values() if reason != YES}
             print(f"{architecture:22}{task:26}{'; '.join(failed) or YES}", flush=True)
-    if names and args.replace:
+    if is_partial and args.replace:
         results = msgspec.json.decode(FILE.read_bytes())
         for task, entries in tasks.items():
-            results["tasks"][task] |= entries
-        replaced = {"architectures": names, "variants": [variant.name for variant in variants], **provenance()}
+            for entry in entries.values():
+                add_untested(entry, results["variants"])
+            results["tasks"][task] = results["tasks"].get(task, {}) | entries
+        results["tasks"] = dict(sorted(results["tasks"].items()))
+        tested = {"architectures": names, "tasks": studied, "variants": [variant.name for variant in variants]}
+        replaced = {**tested, **provenance()}
         results["replaced"] = [*results.get("replaced", []), replaced]
         FILE.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
-    if names:
+    if is_partial:
         return
     results = {
         **provenance(),
@@ -123,30 +129,56 @@ def main() -> None:
     FILE.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
 
 
+def add_untested(entry: Entry, variants: Sequence[str]) -> None:
+    """Add the variants of the table that this machine does not run; a model that no variant runs fails for them too."""
+    reasons = set(entry.results.values())
+    shared = next(iter(reasons)) if len(reasons) == 1 and YES not in reasons else ""
+    entry.results = {name: entry.results.get(name, shared or f"{name} was not tested") for name in variants}
+
+
 def automatic_variants() -> list[Variant]:
     """Return the variants that a build tries on this machine, without torch.compile (a minute per model)."""
     machine = this_machine()
     return [v for backend in BACKENDS.all() if backend.probe(machine).ok for v in backend.variants(machine)]
 
 
-def study_all(architectures: Sequence[str], variants: Sequence[Variant]) -> Iterator[tuple[str, dict[str, Entry]]]:
+def study_all(
+    architectures: Sequence[str], variants: Sequence[Variant], tasks: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Entry]]]:
     """Run the study of each architecture in a worker process, so that a crash is a result and does not end the run."""
     pool = ProcessPoolExecutor(1, get_context("spawn"))
     for architecture in architectures:
         try:
-            yield architecture, pool.submit(study, architecture, variants).result()
+            yield architecture, pool.submit(study, architecture, variants, tasks).result()
         except BrokenProcessPool:
             pool = ProcessPoolExecutor(1, get_context("spawn"))
             crashed = dict.fromkeys((variant.name for variant in variants), "the process crashed")
-            yield architecture, {name: Entry("", crashed) for name in TASKS.names()}
+            yield architecture, {name: Entry("", crashed) for name in tasks}
     pool.shutdown()
 
 
-def study(architecture: str, variants: Sequence[Variant]) -> dict[str, Entry]:
-    """Return the entries of one architecture by task."""
+def study(architecture: str, variants: Sequence[Variant], tasks: Sequence[str] = ()) -> dict[str, Entry]:
+    """Return the entries of one architecture by task, by default of all tasks."""
     with tempfile.TemporaryDirectory() as work, ExitStack() as stack, quiet_libraries():
         trial = ArchitectureTrial(architecture, variants, Path(work), stack)
-        return {task.name: trial.entry(task) for task in TASKS.all()}
+        return {name: trial.entry(TASKS.get(name)) for name in tasks or TASKS.names()}
+
+
+def write_multi_vector_layout(model: Path) -> None:
+    """Write a layout without a projection; queries are expanded unless padding is on the left or attention is local.
+
+    The windows of tiny models are shorter than queries: tokens that fill them would attend to nothing.
+    """
+    import transformers
+
+    kinds = ["Transformer", "MultiVectorMask", "Normalize"]
+    modules = [{"path": "" if index == 0 else f"{index}_{kind}", "type": kind} for index, kind in enumerate(kinds)]
+    (model / "modules.json").write_bytes(msgspec.json.encode(modules))
+    (model / "config_sentence_transformers.json").write_bytes(msgspec.json.encode({"model_type": "MultiVectorEncoder"}))
+    pads_left = transformers.AutoTokenizer.from_pretrained(model).padding_side == "left"
+    is_local = "local_attention" in msgspec.json.decode((model / "config.json").read_bytes())
+    expansion = None if pads_left or is_local else {"strategy": "fixed", "length": 32}
+    (model / "sentence_bert_config.json").write_bytes(msgspec.json.encode({"query_expansion": expansion}))
 
 
 @dataclass
@@ -177,10 +209,13 @@ class ArchitectureTrial:
 
     def _entry(self, task: AnyTask, name: str, head: str) -> Entry:
         config = CONFIGS.get(task.name, {"id2label": LABELS} if head.endswith("Classification") else {})
-        model = self.work / f"{name}-{len(config.get('id2label', ()))}"
+        layout = task.name if task.name == MULTI_VECTOR else ""
+        model = self.work / f"{name}-{len(config.get('id2label', ()))}{layout}"
         if not model.exists():
             sizes = {"positions": POSITIONS, "tokenizer_max_length": POSITIONS, "initializer_range": INITIALIZER_RANGE}
             tiny_encoders.save(self.architecture, head, model, **config, **sizes)
+            if layout:
+                write_multi_vector_layout(model)
         plan = Plan(str(model), task=task.name, pooling="mean" if task.name == EMBEDDING else None)
         loaded = load_model(find_model(plan), plan)
         tokenizer = self._tokenizer(loaded)

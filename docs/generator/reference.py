@@ -127,6 +127,7 @@ def extensions_page() -> str:
     without_heads = {
         "sentence-similarity": "sentence-transformers layout, or `--pooling`",
         "feature-extraction": "`…Model`",
+        "multi-vector-embedding": "layouts of sentence-transformers, PyLate and Stanford's ColBERT",
     }
     tasks = []
     for task in TASKS.all():

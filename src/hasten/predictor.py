@@ -33,6 +33,8 @@ logger = logging.getLogger("hasten")
 _CHUNK_ITEMS = 4096
 # The same for pipelined sessions; the first chunk is small, so that the session starts early.
 _FIRST_PIPELINED_ITEMS, _PIPELINED_ITEMS = 256, 1024
+# The outputs of a chunk, if each row has as many as the terms of a vocabulary (120 kB of 30,000).
+_CHUNK_BYTES = 2**26
 # While one call of the tokenizer uses all cores, another converts its results, which takes one core.
 _PIPELINED_ENCODERS = 2
 
@@ -94,9 +96,10 @@ class Predictor(Closing):
 
     def chunks(self, items: int) -> list[range]:
         """Split items into chunks for `run_in_chunks`."""
+        limit = max(1, _CHUNK_BYTES // max(1, self.session.spec.signature.row_bytes))
         if isinstance(self.session, SupportsPipelining):
-            return growing_chunks(items, _FIRST_PIPELINED_ITEMS, _PIPELINED_ITEMS)
-        return growing_chunks(items, _CHUNK_ITEMS, _CHUNK_ITEMS)
+            return growing_chunks(items, min(_FIRST_PIPELINED_ITEMS, limit), min(_PIPELINED_ITEMS, limit))
+        return growing_chunks(items, min(_CHUNK_ITEMS, limit), min(_CHUNK_ITEMS, limit))
 
     def run_in_chunks(
         self,

@@ -14,6 +14,7 @@ from hasten.backends import Session
 from hasten.core.errors import AccuracyError, StageError
 from hasten.core.system.hardware import available_memory_bytes
 from hasten.core.tensors import (
+    EXPANSION_MASK,
     PROMPT_MASK,
     Batch,
     FloatArray,
@@ -30,6 +31,9 @@ from hasten.measure.non_finite import is_finite
 
 _CHECKED_PAIRS = 40
 _EXPORT_HINT = "this architecture is not exported correctly; please report it"
+# Tokens at the end of a row to which no token attends. Where attention is local, a token far from all others would
+# attend to nothing, of which runtimes make different numbers; queries are shorter than the windows of real models.
+_MAX_FILLERS = 4
 # Texts up to this length are always checked. Attention of longer ones may take minutes and gigabytes.
 _ALWAYS_CHECKED_TOKENS = 2048
 # For the reference; the graph takes about as long.
@@ -153,12 +157,13 @@ def _ragged(rows: Batch, signature: Signature) -> Batch:
 
 def _tiled(rows: Batch, lengths: IntArray, signature: Signature) -> Batch:
     batch = tile_rows(rows, lengths, signature.mask_id)
-    if PROMPT_MASK not in batch.values:
-        return batch
-    # The rows may have no prompt: mark the first quarter of each.
+    # The rows may have no prompt and no expansion: mark the first quarter of each, and a few tokens at its end.
     positions = ranges_to_indices(np.zeros_like(batch.lengths), batch.lengths)
-    marks = (positions < np.repeat(batch.lengths // 4, batch.lengths)).astype(np.int32)
-    return Batch({**batch.values, PROMPT_MASK: marks}, batch.lengths)
+    quarters, ends = (np.repeat(values, batch.lengths) for values in (batch.lengths // 4, batch.lengths))
+    fillers = np.minimum(quarters, _MAX_FILLERS)
+    marks = {PROMPT_MASK: positions < quarters, EXPANSION_MASK: positions >= ends - fillers}
+    marked = {name: marks[name].astype(np.int32) for name in marks if name in batch.values}
+    return Batch({**batch.values, **marked}, batch.lengths)
 
 
 def _affordable_length(max_length: int, seconds: float, budget_s: float, heads: int) -> int:

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hasten.backends import BACKENDS, MODEL, Artifact, ChecksModule, Dialect, RunOptions, Session, dialect_of
 from hasten.builder.check_export import GraphChecks, answer_awkward_batches, check_graph
 from hasten.builder.export.encoder import IR_VERSION, OPSET, export
@@ -27,6 +29,7 @@ from hasten.builder.sources.locate import fetch_weights
 from hasten.builder.sources.onnx_model import LoadedGraph, load_graph
 from hasten.builder.sources.pytorch_model import load_model
 from hasten.bundle import Bundle, BundleWriter, Manifest
+from hasten.bundle.read import EXPANSION_MARGIN_BYTES
 from hasten.core.errors import AccuracyError, UnsupportedError
 from hasten.core.plan import Keep, Plan, Shapes
 from hasten.core.system.cpu_targets import describe_target, find_target, target_of
@@ -320,5 +323,9 @@ def _source_notes(files: ModelDirectory, loaded: LoadedSource) -> Sequence[str]:
 
 def _reference_rows(expected: Expectation) -> int:
     """Return how many reference rows a bundle stores; token vectors and scores of a vocabulary are large."""
-    size = sum(output.nbytes for output in expected.outputs.values())
-    return min(_MAX_REFERENCE_ROWS, max(16, expected.encoded.items * _MAX_REFERENCE_BYTES // max(1, size)))
+    outputs = expected.outputs.values()
+    size = sum(output.nbytes for output in outputs)
+    # Zeros compress by more than a bundle may expand.
+    is_sparse = 2 * sum(np.count_nonzero(output) for output in outputs) < sum(output.size for output in outputs)
+    max_bytes = EXPANSION_MARGIN_BYTES if is_sparse else _MAX_REFERENCE_BYTES
+    return min(_MAX_REFERENCE_ROWS, max(16, expected.encoded.items * max_bytes // max(1, size)))

@@ -36,7 +36,7 @@ REFERENCE_OUTPUTS = "reference/outputs.npz"
 GRAPH_BACKEND = "graph"
 # The reference outputs of a sound bundle hardly compress: they are floats of a model. A bundle whose outputs expand to
 # more than this many times their file plus a margin is made to exhaust the memory.
-_MAX_EXPANSION, _EXPANSION_MARGIN_BYTES = 100, 2**24
+_MAX_EXPANSION, EXPANSION_MARGIN_BYTES = 100, 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ def _check_expansion(archive: zipfile.ZipFile) -> None:
     """Raise ValueError for an archive that would fill the memory: a few megabytes of it may hold gigabytes."""
     entries = archive.infolist()
     size, compressed = sum(entry.file_size for entry in entries), sum(entry.compress_size for entry in entries)
-    if size > _MAX_EXPANSION * compressed + _EXPANSION_MARGIN_BYTES:
+    if size > _MAX_EXPANSION * compressed + EXPANSION_MARGIN_BYTES:
         raise ValueError(f"its {compressed} bytes expand to {size}")
 
 

@@ -8,12 +8,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hasten.cli import generation
 
+if TYPE_CHECKING:
+    from hasten.core.text.tokenizer import Tokenizer
+
 # Rows processed at a time, so that memory does not grow with the file.
 _CHUNK = 512
+# Terms of a sparse embedding that are printed.
+_SHOWN_TERMS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
             if args.json:
                 console.print_json(answers)
             else:
-                _print_answers(payload, answers)
+                _print_answers(payload, answers, predictor.tokenizer)
             return 0
         check_columns(columns, predictor.task)
         for rows in _chunks(args.input, columns):
@@ -131,17 +136,20 @@ def _chunks(source: str, columns: Mapping[str, str]) -> Iterator[list[object]]:
         yield chunk
 
 
-def _print_answers(payload: list[Any], answers: Any) -> None:
+def _print_answers(payload: list[Any], answers: Any, tokenizer: Tokenizer) -> None:
     texts = [" · ".join(map(str, item.values())) if isinstance(item, dict) else item for item in payload]
     if getattr(answers, "ndim", 0) == 2:
         _print_vectors(texts, answers)
         return
     for text, answer in zip(texts, answers, strict=True):
-        _print_line(_format(answer), text)
+        is_sparse = isinstance(answer, Mapping) and {"indices", "values"} <= answer.keys()
+        _print_line(_format_terms(answer, tokenizer) if is_sparse else _format(answer), text)
 
 
 def _plain(answer: Any) -> Any:
-    """Return an answer with lists instead of an array."""
+    """Return an answer with lists instead of arrays."""
+    if isinstance(answer, Mapping):
+        return {key: _plain(value) for key, value in answer.items()}
     return answer.tolist() if hasattr(answer, "tolist") else answer
 
 
@@ -165,6 +173,17 @@ def _format(answer: Any) -> str:
     return f"{plain:.4f}" if isinstance(plain, float) else escape(json.dumps(plain, ensure_ascii=False))
 
 
+def _format_terms(answer: Mapping[str, Any], tokenizer: Tokenizer) -> str:
+    """Format the strongest terms of a sparse embedding as tokens with their weights."""
+    from rich.markup import escape
+
+    order = (-answer["values"]).argsort(kind="stable")
+    shown = [(int(answer["indices"][index]), float(answer["values"][index])) for index in order[:_SHOWN_TERMS]]
+    terms = "  ".join(f"[bold]{escape(tokenizer.token(term))}[/] {weight:.2f}" for term, weight in shown)
+    rest = f" …  [dim]({len(order)} terms, --json for all)[/]" if len(order) > _SHOWN_TERMS else ""
+    return (terms or "–") + rest
+
+
 def _label(entry: Mapping[str, Any]) -> str | None:
     """Return the label of an answer: a class, a token, the answer to a question, the number of a document."""
     if "corpus_id" in entry:
@@ -174,7 +193,7 @@ def _label(entry: Mapping[str, Any]) -> str | None:
 
 
 def _format_vector(vectors: Any) -> str:
-    tokens = f"{vectors.shape[1]} tokens × " if vectors.ndim == 3 else ""
+    tokens = f"{vectors.shape[-2]} tokens × " if vectors.ndim > 1 else ""
     start = " ".join(f"{value:.4f}" for value in vectors.reshape(-1)[:6])
     return f"{tokens}{vectors.shape[-1]} numbers: {start} …  [dim](--json for all)[/]"
 

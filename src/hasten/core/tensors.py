@@ -6,6 +6,7 @@ pads its inputs (`pad`) and removes the padding from its outputs (`unpad`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -29,6 +30,8 @@ MASKS = "masks"
 ATTENTION_MASK = "attention_mask"
 # An optional input of embedders: it marks the tokens of a prompt that the pooling leaves out.
 PROMPT_MASK = "prompt_mask"
+# An optional input of multi-vector encoders: it marks the tokens that fill a query, to which no token attends.
+EXPANSION_MASK = "expansion_mask"
 
 # Outputs by name. A tensor per row has the shape (rows, …), one per token (tokens, …), one per mask token (masks, …),
 # rows concatenated.
@@ -71,6 +74,12 @@ class Signature:
     ignores_padding: bool = True
     # The id of the mask token, if the outputs have entries for mask tokens only.
     mask_id: int | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of the outputs that a row has whatever its length."""
+        specs = [spec for spec in self.outputs if BATCH in spec.shape and not spec.is_per_token]
+        return sum(4 * math.prod(size for size in spec.shape if isinstance(size, int)) for spec in specs)
 
     def counts(self, output: TensorSpec, batch: Batch) -> IntArray:
         """Return the number of entries of an output that belong to each row."""

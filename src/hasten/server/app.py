@@ -14,7 +14,15 @@ from hasten.server.auth import ApiKeys
 from hasten.server.http.exchange import Exchange, Response, error_response
 from hasten.server.models.control import ModelControl
 from hasten.server.models.registry import ModelRegistry, fault_of
-from hasten.server.protocols import huggingface, oip_http, openai_completions, openai_embeddings, tei, triton_generate
+from hasten.server.protocols import (
+    huggingface,
+    oip_http,
+    openai_completions,
+    openai_embeddings,
+    tei,
+    triton_generate,
+    vllm_score,
+)
 from hasten.server.protocols.routes import HttpCall, NotFoundError, Route, Router
 from hasten.server.request_records import RequestListener, RequestRecord
 from hasten.server.scheduling.engine_lifecycle import RetiredError, ThreadPool
@@ -32,6 +40,7 @@ PROTOCOLS: tuple[Sequence[Route], ...] = (
     openai_embeddings.ROUTES,
     openai_completions.ROUTES,
     tei.ROUTES,
+    vllm_score.ROUTES,
 )
 
 # Parsing a larger body on the event loop would delay other requests noticeably.

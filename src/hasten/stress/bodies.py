@@ -26,6 +26,8 @@ def body(path: str, row: Mapping[str, object], model: str) -> bytes:
         return msgspec.json.encode({"inputs": tensors})
     if path == "/rerank":
         return msgspec.json.encode({"query": row.get("query"), "texts": row.get("documents"), **model_field})
+    if path.endswith("/score"):
+        return msgspec.json.encode({"text_1": row.get("text"), "text_2": row.get("text_pair"), **model_field})
     if path == "/v1/embeddings":
         if not isinstance(inputs, str):
             raise InputError(

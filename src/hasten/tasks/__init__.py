@@ -42,6 +42,23 @@ class Pooling(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class LateInteraction:
+    """How a multi-vector model tokenizes queries and documents, and which of their tokens it scores."""
+
+    # The maximum lengths in tokens; the tokenizer's if None.
+    query_length: int | None = None
+    document_length: int | None = None
+    # Queries are filled up to this length with this token; 0 if they are not.
+    expansion_length: int = 0
+    expansion_id: int = 0
+    # Whether the tokens of a query attend to those that fill it.
+    is_expansion_attended: bool = False
+    # Tokens that are not scored, and in which texts: queries, documents or both.
+    skipped_ids: tuple[int, ...] = ()
+    skipped_sides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TaskSpec:
     """The settings of one model for its task, stored in the manifest."""
 
@@ -61,6 +78,11 @@ class TaskSpec:
     # The chat template of a ranking model, for a pair and for a pair with an instruction (a prompt).
     template: PairTemplate | None = None
     instructed_template: PairTemplate | None = None
+    # The function that compares two embeddings: "dot" or "cosine", of multi-vector models "maxsim" or "meanmaxsim".
+    similarity: str = ""
+    late_interaction: LateInteraction | None = None
+    # The number of terms that a sparse embedding keeps; all of them if None.
+    max_active_dims: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

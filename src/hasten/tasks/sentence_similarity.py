@@ -9,20 +9,17 @@ from typing import TypeAlias
 import numpy as np
 
 from hasten.core.errors import InputError
-from hasten.core.report import Agreement, Metric
+from hasten.core.report import Agreement
 from hasten.core.tensors import BATCH, PROMPT_MASK, Batch, FloatArray, Outputs, ranges_to_indices
 from hasten.core.text.input_checks import check_text, parse_texts
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.metrics.agreement import compare_vectors
-from hasten.metrics.labels import CORRELATIONS, correlation
-from hasten.metrics.statistics import row_cosines, spearman, top_k_overlap
-from hasten.tasks import Encoded, Row, Task, TaskSpec, read_options
-from hasten.tasks._labels import check_spread, is_number, read_labels
+from hasten.metrics.statistics import row_cosines, top_k_overlap
+from hasten.tasks import Encoded, Task, TaskSpec, read_options
+from hasten.tasks._rated_pairs import MAX_COMPARED_TEXTS, RatedPairs, pair_correlation, similarities
 
 EMBEDDING = "embedding"
 
-# Texts whose neighbours are compared: 200 texts give 19,900 pairs.
-_MAX_COMPARED_TEXTS = 200
 _NEIGHBOURS = 10
 
 Text: TypeAlias = str | tuple[str, str]
@@ -43,7 +40,7 @@ class Options:
     special_ids: tuple[int, ...] = ()
 
 
-class SentenceSimilarity(Task[Text, FloatArray | float, Options]):
+class SentenceSimilarity(RatedPairs, Task[Text, FloatArray | float, Options]):
     """An embedding per text, or the cosine similarity of a pair."""
 
     name = "sentence-similarity"
@@ -90,31 +87,20 @@ class SentenceSimilarity(Task[Text, FloatArray | float, Options]):
         have_equal_shapes = len({np.shape(answer) for answer in answers}) == 1
         return np.stack([np.asarray(answer, np.float32) for answer in answers]) if have_equal_shapes else answers
 
-    def gold(self, rows: Sequence[Row], spec: TaskSpec) -> list[object] | None:
-        return read_labels(rows, "score", _gold)
-
-    def metrics(self, gold: Sequence[object], spec: TaskSpec) -> tuple[str, ...]:
-        check_spread(gold)
-        return CORRELATIONS
-
     def item_scores(self, outputs: Outputs, encoded: Encoded, gold: Sequence[object], spec: TaskSpec) -> FloatArray:
         """Return the cosine of each pair and its expected similarity."""
         vectors = outputs[EMBEDDING]
         return np.stack([row_cosines(vectors[0::2], vectors[1::2]), np.asarray(gold, np.float64)], axis=1)
-
-    def metric(self, item_scores: FloatArray, spec: TaskSpec) -> Metric:
-        return correlation(item_scores)
 
     def agree(self, outputs: Outputs, reference: Outputs, encoded: Encoded, spec: TaskSpec) -> Agreement:
         ours, theirs = outputs[EMBEDDING].astype(np.float64), reference[EMBEDDING].astype(np.float64)
         agreement = compare_vectors(ours, theirs, encoded.item_of_row)
         if not agreement.is_finite:
             return agreement
-        near_ours, near_theirs = _similarities(ours[:_MAX_COMPARED_TEXTS]), _similarities(theirs[:_MAX_COMPARED_TEXTS])
-        upper = np.triu_indices(len(near_ours), 1)
+        near_ours, near_theirs = similarities(ours[:MAX_COMPARED_TEXTS]), similarities(theirs[:MAX_COMPARED_TEXTS])
         return replace(
             agreement,
-            rank_correlation=spearman(near_ours[upper], near_theirs[upper]) if len(upper[0]) > 1 else None,
+            rank_correlation=pair_correlation(near_ours, near_theirs),
             top_k_overlap=_neighbour_overlap(near_ours, near_theirs),
         )
 
@@ -142,20 +128,6 @@ def _mark_prompt(batch: Batch, tokenizer: Tokenizer, options: Options) -> Batch:
         length = len(prompt) - (int(prompt[-1]) in options.special_ids)
     positions = ranges_to_indices(np.zeros_like(batch.lengths), batch.lengths)
     return Batch({**batch.values, PROMPT_MASK: (positions < length).astype(np.int32)}, batch.lengths)
-
-
-def _gold(row: Row, position: int) -> float:
-    score = row.get("score")
-    if not is_number(score) or row.get("text_pair") is None:
-        raise InputError(f'row {position} has no "text_pair" with a number in "score"')
-    return float(score)
-
-
-def _similarities(vectors: FloatArray) -> FloatArray:
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit = vectors / np.where(norms == 0, 1.0, norms)
-    similarities: FloatArray = unit @ unit.T
-    return similarities
 
 
 def _neighbour_overlap(ours: FloatArray, theirs: FloatArray) -> float | None:

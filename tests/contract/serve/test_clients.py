@@ -17,6 +17,7 @@ import pytest
 
 import hasten
 from hasten.bundle import Bundle
+from support.models import sentence_layouts
 from support.server_process import Server
 
 pytest.importorskip("uvloop", reason="serving needs hasten[serve]")
@@ -34,6 +35,13 @@ def bundles(
         "classifier": (tiny_classifier("bert"), {}),
         "ranker": (tiny_classifier("bert", labels=("relevant",)), {"task": "text-ranking", "data": None}),
         "embedder": (tiny_embedder(), {"data": None}),
+        "sparse": (sentence_layouts.save_sparse(tmp_path_factory.mktemp("models"), prompts={"query": "what "}), {}),
+        "multi-vector": (
+            sentence_layouts.save_multi_vector(
+                tmp_path_factory.mktemp("models"), expansion={"strategy": "fixed", "length": 12}
+            ),
+            {},
+        ),
     }
     return {
         name: quick_build(model, folder / name, variants=["onnxruntime-fp32"], **options)
@@ -299,7 +307,7 @@ def test_openai_embeddings_equal_in_process(openai_client: Any, bundles: dict[st
 
 def test_openai_models_are_listed(openai_client: Any) -> None:
     models = list(openai_client.models.list())
-    assert {model.id for model in models} == {"classifier", "embedder", "ranker"}
+    assert {model.id for model in models} == {"classifier", "embedder", "multi-vector", "ranker", "sparse"}
     assert {model.object for model in models} == {"model"}
 
 
@@ -337,6 +345,18 @@ def test_tei_embeddings_equal_in_process(server: Server, bundles: dict[str, Bund
     np.testing.assert_allclose(server.json("POST", "/embed", {"inputs": TEXTS[0]}), reference[:1], atol=1e-6)
 
 
+def test_tei_sparse_embeddings_equal_in_process(server: Server, bundles: dict[str, Bundle]) -> None:
+    body = {"inputs": TEXTS, "prompt_name": "query"}
+    answers = server.json("POST", "/embed_sparse", body)
+    for answer, reference in zip(answers, expected(bundles["sparse"], TEXTS, prompt_name="query"), strict=True):
+        assert [set(term) for term in answer] == [{"index", "value"}] * len(answer)
+        assert [term["index"] for term in answer] == reference["indices"].tolist()
+        assert [term["value"] for term in answer] == pytest.approx(reference["values"].tolist(), abs=1e-5)
+    assert len(server.json("POST", "/embed_sparse", {"inputs": TEXTS[0]})) == 1
+    predicted = server.json("POST", "/predict", {"inputs": TEXTS[0], "model": "sparse"})
+    assert predicted["indices"] == expected(bundles["sparse"], TEXTS[0])["indices"].tolist()
+
+
 def test_tei_documents_are_ranked(server: Server) -> None:
     body = {"query": "one", "texts": [*TEXTS, "a third"], "return_text": True}
     ranks = server.json("POST", "/rerank", body)
@@ -350,6 +370,44 @@ def test_tei_documents_are_ranked(server: Server) -> None:
     assert set(raw[0]) == {"index", "score"}
 
 
+def test_tei_documents_are_ranked_by_max_sim(server: Server, bundles: dict[str, Bundle]) -> None:
+    body = {"query": "one", "texts": [*TEXTS, "a third"], "model": "multi-vector"}
+    ranks = server.json("POST", "/rerank", body)
+    reference = expected(bundles["multi-vector"], {"query": "one", "documents": body["texts"]})
+    assert [rank["index"] for rank in ranks] == [entry["corpus_id"] for entry in reference]
+    scores = [entry["score"] for entry in reference]
+    assert [rank["score"] for rank in ranks] == pytest.approx(scores, rel=1e-5)
+    parameters = {"input_type": "query"}
+    request = {"inputs": [TEXTS[0]], "parameters": parameters, "model": "multi-vector"}
+    vectors = server.json("POST", "/predict", request)
+    np.testing.assert_allclose(vectors[0], expected(bundles["multi-vector"], TEXTS[0], **parameters), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ranker", "embedder", "sparse", "multi-vector"])
+def test_vllm_scores_equal_in_process(server: Server, bundles: dict[str, Bundle], name: str) -> None:
+    pairs = [{"text": TEXTS[0], "text_pair": text} for text in (*TEXTS, "a third")]
+    reference = pytest.approx(np.ravel(expected(bundles[name], pairs)).tolist(), abs=1e-4)
+    body = {"model": name, "text_1": TEXTS[0], "text_2": [pair["text_pair"] for pair in pairs]}
+    answer = server.json("POST", "/score", body)
+    assert [entry["score"] for entry in answer["data"]] == reference
+    assert [entry["index"] for entry in answer["data"]] == [0, 1, 2]
+    answer = server.json("POST", "/v1/score", {**body, "text_1": [TEXTS[0]] * 3})
+    assert [entry["score"] for entry in answer["data"]] == reference
+    assert answer["usage"]["prompt_tokens"] > 0
+
+
+def test_vllm_invalid_requests_are_rejected(server: Server) -> None:
+    for changes, message in (
+        ({"model": "classifier"}, "does not score pairs"),
+        ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1 has 2 texts and text_2 3"),
+        ({"text_2": []}, "text_2 0"),
+        ({"text_2": ["a"] * 2000}, "the request has 2000 items"),
+    ):
+        status, _, answer = server.ask("POST", "/score", {"model": "ranker", "text_1": "a", "text_2": "b", **changes})
+        assert status in (400, 413)
+        assert message in json.loads(answer)["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "kind", "message"),
     [
@@ -361,6 +419,16 @@ def test_tei_documents_are_ranked(server: Server) -> None:
         ("/embed", b"{", 422, "Tokenizer", "not JSON"),
         ("/embed", {"inputs": "a", "model": "classifier"}, 424, "Backend", "does not support embeddings"),
         ("/embed", {"inputs": "a", "model": "missing"}, 404, "Validation", "model 'missing' not found"),
+        ("/embed_sparse", {"inputs": "word " * 500}, 413, "Validation", "longer than"),
+        ("/embed_sparse", {"inputs": "a", "model": "embedder"}, 424, "Backend", "does not support sparse embeddings"),
+        ("/embed_sparse", {"inputs": "a", "prompt_name": "b"}, 422, "Tokenizer", "no prompt 'b'"),
+        (
+            "/rerank",
+            {"query": "word " * 40, "texts": ["a"], "model": "multi-vector"},
+            413,
+            "Validation",
+            "12 tokens of a",
+        ),
         ("/rerank", {"query": "one", "texts": []}, 400, "Empty", "texts is empty"),
         ("/rerank", {"query": "one"}, 422, "Tokenizer", "texts"),
         ("/rerank", {"query": "one", "texts": ["a"] * 2000}, 413, "Validation", "the request has 2000 items"),

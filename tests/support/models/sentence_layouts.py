@@ -56,3 +56,41 @@ def save(name: str, folder: Path) -> Path:
         str(saved), create_model_card=False
     )
     return saved
+
+
+def save_sparse(
+    folder: Path, *, architecture: str = "bert", pooling: dict[str, Any] | None = None, **settings: Any
+) -> Path:
+    """Save a sparse encoder (SPLADE); `settings` are those of sentence-transformers' SparseEncoder."""
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    tiny_encoders.save(architecture, "ForMaskedLM", folder / "transformer")
+    transformer = Transformer(str(folder / "transformer"), transformer_task="fill-mask", max_seq_length=32)
+    modules = [transformer, SpladePooling(**pooling or {})]
+    SparseEncoder(modules=modules, device="cpu", **settings).save_pretrained(
+        str(folder / "sparse"), create_model_card=False
+    )
+    return folder / "sparse"
+
+
+def save_multi_vector(
+    folder: Path, *, expansion: dict[str, Any] | None = None, normalize: bool = True, **settings: Any
+) -> Path:
+    """Save a multi-vector encoder (ColBERT); `settings` are those of sentence-transformers' MultiVectorEncoder."""
+    import torch
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.base.modules import Dense, Normalize, Transformer
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+    tiny_encoders.save("bert", "Model", folder / "transformer")
+    torch.manual_seed(11)
+    transformer = Transformer(str(folder / "transformer"), document_length=32, query_expansion=expansion)
+    options = {"bias": False, "activation_function": torch.nn.Identity(), "module_input_name": "token_embeddings"}
+    modules = [transformer, Dense(WIDTH, 24, **options), MultiVectorMask([".", "?", "the"])]
+    modules += [Normalize(module_input_name="token_embeddings")] if normalize else []
+    MultiVectorEncoder(modules=modules, device="cpu", **settings).save_pretrained(
+        str(folder / "multi-vector"), create_model_card=False
+    )
+    return folder / "multi-vector"

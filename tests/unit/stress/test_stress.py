@@ -64,6 +64,7 @@ def test_at_least_one_request_is_sent() -> None:
             {"inputs": {"question": "q", "context": "c"}, "model": "m"},
         ),
         ("/v1/embeddings", {"text": "a"}, {"input": "a", "model": "m"}),
+        ("/score", {"text": "q", "text_pair": "d"}, {"text_1": "q", "text_2": "d", "model": "m"}),
         ("/rerank", {"query": "q", "documents": ["d"]}, {"query": "q", "texts": ["d"], "model": "m"}),
         (
             "/v2/models/m/infer",

@@ -11,7 +11,8 @@ from hasten.core.tensors import Batch
 from hasten.core.text.tokenizer import Tokenizer
 from hasten.measure.data import sample_rows
 from hasten.tasks import TASKS, TaskSpec
-from hasten.tasks.text_ranking import Queries, Query
+from hasten.tasks._rankings import Query
+from hasten.tasks.text_ranking import Queries
 from support.metrics import scored
 
 TASK = TASKS.get("text-ranking")

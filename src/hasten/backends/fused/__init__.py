@@ -152,6 +152,8 @@ def _is_supported(modifier: str, precision: Precision) -> bool:
 def _check_inputs(module: Any) -> None:
     if PROMPT_MASK in module.inputs:
         raise UnsupportedError("the fused backend does not leave prompts out of the pooling")
+    if module.not_fused:
+        raise UnsupportedError(f"the fused backend {module.not_fused}")
 
 
 def _read(source: Source, variant: Variant) -> ModelWeights:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from hasten.builder.sources.cross_encoder import is_cross_encoder, read_scoring_layout, score_labels
 from hasten.builder.sources.directory import ModelDirectory
+from hasten.builder.sources.late_layout import is_multi_vector_encoder
+from hasten.builder.sources.sparse_layout import is_sparse_encoder
 from hasten.core.errors import PlanError
 from hasten.core.plan import Plan
 from hasten.core.tensors import MASKS
@@ -12,6 +14,8 @@ from hasten.tasks import AnyTask, TaskSpec
 
 EMBEDDING = "sentence-similarity"
 RANKING = "text-ranking"
+SPARSE = "sparse-embedding"
+MULTI_VECTOR = "multi-vector-embedding"
 _NO_HEAD = "feature-extraction"
 
 
@@ -79,6 +83,10 @@ def _detect(model: ModelDirectory) -> str | None:
     """Detect the task from the model's files; those of sentence-transformers are more specific than the class name."""
     if is_cross_encoder(model):
         return RANKING
+    if is_sparse_encoder(model):
+        return SPARSE
+    if is_multi_vector_encoder(model):
+        return MULTI_VECTOR
     heads = [item for family in FAMILIES.all() for item in family.detected_heads.items()]
     by_class = next((task for task, suffixes in heads if model.architecture.endswith(suffixes)), None)
     has_adapter_head = model.base is not None and model.architecture != model.base.architecture and by_class is not None

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from hasten.core.errors import UnsupportedError
-from hasten.core.tensors import PROMPT_MASK
+from hasten.core.tensors import EXPANSION_MASK, PROMPT_MASK
 from hasten.tasks import Pooling
+
+if TYPE_CHECKING:
+    from hasten.builder.sources.sentence_layout import SparsePooling
 
 # Below any activation, above the smallest float: padding is never the maximum.
 _MASKED_VALUE = -1e9
+# Terms whose logits are computed and pooled at a time: for a batch of 8 × 512 tokens, a vocabulary of 30,000 takes
+# 500 MB at once and 67 MB in such blocks, as much as the feed-forward layers.
+_BLOCK_TERMS = 4096
 
 
 class Exportable(nn.Module):
     """Takes tensors by name and returns a tuple of tensors, as exporters and sessions require."""
+
+    # The reason why the fused backend, which reads the weights of the model, cannot compute these outputs.
+    not_fused = ""
 
     def __init__(self, model: nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         super().__init__()
@@ -85,6 +95,116 @@ class LogOdds(nn.Module):
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits if logits.shape[1] == 1 else logits[:, :1] - logits[:, 1:]
+
+
+class SparsePooled(Exportable):
+    """Returns one weight per term of the vocabulary for each text; the model's logits are never complete in memory."""
+
+    not_fused = "does not compute sparse embeddings"
+
+    def __init__(
+        self, model: Any, inputs: Sequence[str], outputs: Sequence[str], pooling: SparsePooling, pad_id: int
+    ) -> None:
+        super().__init__(model, inputs, outputs)
+        feeds = example_inputs(inputs, pad_id, None)
+        decoder = model.get_output_embeddings()
+        unsupported = UnsupportedError(f"the head of {type(model).__name__} does not end with a layer over its terms")
+        if not isinstance(decoder, nn.Linear):
+            raise unsupported
+        with torch.inference_mode():
+            logits = self.run_model(feeds)["logits"]
+            weights = _activate(logits, pooling.logarithms) * feeds["attention_mask"].unsqueeze(-1)
+            expected = weights.sum(dim=1) if pooling.is_sum else weights.amax(dim=1)
+            _remove(model, decoder)
+            self.head = SparseHead(decoder, pooling).eval()
+            try:
+                (actual,) = self.compute(feeds)
+            except Exception as error:  # a model that uses its last layer otherwise may raise anything
+                raise unsupported from error
+        if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=1e-3, atol=1e-4):
+            raise unsupported
+
+    def with_model(self, model: Any) -> Self:
+        if isinstance(decoder := model.get_output_embeddings(), nn.Linear):
+            _remove(model, decoder)
+        copied = copy.copy(self)
+        copied._modules = {**self._modules, "model": model}
+        return copied
+
+    def compute(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return (self.head(self.run_model(feeds)["logits"], feeds["attention_mask"]),)
+
+
+class TokenVectors(Exportable):
+    """Returns a vector per token: the model's, through dense layers and, if the model does so, normalized."""
+
+    not_fused = "does not compute token vectors of multi-vector encoders"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        dense: Sequence[nn.Module],
+        normalize: bool,
+    ) -> None:
+        super().__init__(model, inputs, outputs)
+        self.dense = nn.ModuleList(dense).eval()
+        self.normalize = normalize
+
+    def with_model(self, model: nn.Module) -> Self:
+        return type(self)(model, self.inputs, self.outputs, list(self.dense), self.normalize)
+
+    def compute(self, feeds: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        feeds = dict(feeds)
+        if (expansion := feeds.pop(EXPANSION_MASK, None)) is not None:
+            feeds["attention_mask"] = feeds["attention_mask"] * (1 - expansion)
+        vectors = self.run_model(feeds)["last_hidden_state"]
+        for layer in self.dense:
+            vectors = layer(vectors)
+        return (nn.functional.normalize(vectors, p=2.0, dim=-1) if self.normalize else vectors,)
+
+
+class SparseHead(nn.Module):
+    """Turns vectors of tokens into one weight per term, a block of terms at a time."""
+
+    def __init__(self, decoder: nn.Linear, pooling: SparsePooling) -> None:
+        super().__init__()
+        self.is_sum, self.logarithms = pooling.is_sum, pooling.logarithms
+        self.blocks = nn.ModuleList()
+        for start in range(0, decoder.out_features, _BLOCK_TERMS):
+            terms = slice(start, start + _BLOCK_TERMS)
+            block = nn.Linear(1, 1, bias=decoder.bias is not None)
+            block.weight = nn.Parameter(decoder.weight[terms].detach())
+            block.out_features, block.in_features = block.weight.shape
+            if decoder.bias is not None:
+                block.bias = nn.Parameter(decoder.bias[terms].detach())
+            self.blocks.append(block)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        real = mask.unsqueeze(-1)
+        if self.is_sum:
+            weights = real.to(tokens.dtype)
+            pooled = [(_activate(block(tokens), self.logarithms) * weights).sum(dim=1) for block in self.blocks]
+            return torch.cat(pooled, dim=-1)
+        # Padding gets the vector of the first token, which changes no maximum and is cheaper than masking logits.
+        tokens = torch.where(real.bool(), tokens, tokens[:, :1])
+        # The activation is monotone: it may follow the maximum.
+        return _activate(torch.cat([block(tokens).amax(dim=1) for block in self.blocks], dim=-1), self.logarithms)
+
+
+def _activate(logits: Tensor, logarithms: int) -> Tensor:
+    weights = logits.relu()
+    for _ in range(logarithms):
+        weights = weights.log1p()
+    return weights
+
+
+def _remove(model: nn.Module, layer: nn.Module) -> None:
+    """Replace a layer of a model by the identity."""
+    name = next(name for name, module in model.named_modules() if module is layer)
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, nn.Identity())
 
 
 class LastTokenHead(Exportable):
@@ -167,6 +287,8 @@ def example_inputs(
     feeds["attention_mask"] = mask.int()
     if PROMPT_MASK in feeds:
         feeds[PROMPT_MASK][:, :2] = 1
+    if EXPANSION_MASK in feeds:
+        feeds[EXPANSION_MASK][:, 3:] = mask[:, 3:].int()
     return feeds
 
 

@@ -58,6 +58,10 @@ def find_model(plan: Plan, *, with_weights: bool = True, directory: Path | None 
         _check_weights(files, plan)
     if ADAPTER in files:
         return resolve_adapter(path, name, revision, plan, find=partial(find_model, with_weights=with_weights))
+    if "config.json" not in files and "router_config.json" in files:
+        raise UnsupportedError(
+            f"{plan.model} routes queries and documents to different modules, which is not supported"
+        )
     if "config.json" not in files:
         hint = "a graph needs the configuration of its model in the same directory" if graph is not None else None
         raise PlanError(f"{plan.model} is not a Hugging Face model: it has no config.json", hint=hint)

@@ -13,16 +13,28 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.backends import Source
 from hasten.builder.sources.cross_encoder import read_cross_encoder, read_scoring_layout, score_labels
-from hasten.builder.sources.detect import EMBEDDING, RANKING, detect_task
+from hasten.builder.sources.detect import EMBEDDING, MULTI_VECTOR, RANKING, SPARSE, detect_task
 from hasten.builder.sources.directory import ModelDirectory
+from hasten.builder.sources.late_layout import late_interaction, read_late_layout, register_prefixes
 from hasten.builder.sources.logit_ranker import LogitRanker
 from hasten.builder.sources.peft import load_adapted
 from hasten.builder.sources.quiet import first_line, quiet_libraries
 from hasten.builder.sources.sentence_layout import SentenceLayout, read_layout
+from hasten.builder.sources.sparse_layout import read_sparse_layout
 from hasten.builder.sources.tokenizer import load_fast_tokenizer, prepend_lowercase, tokenizer_spec
 from hasten.core.errors import HastenError, StageError, UnsupportedError, missing_package
 from hasten.core.plan import Plan
-from hasten.core.tensors import ATTENTION_MASK, BATCH, MASKS, PROMPT_MASK, SEQUENCE, DType, Signature, TensorSpec
+from hasten.core.tensors import (
+    ATTENTION_MASK,
+    BATCH,
+    EXPANSION_MASK,
+    MASKS,
+    PROMPT_MASK,
+    SEQUENCE,
+    DType,
+    Signature,
+    TensorSpec,
+)
 from hasten.core.text.tokenizer import TokenizerSpec
 from hasten.core.variant import Precision, Variant
 from hasten.measure.encoder_gate import FP32_TOLERANCE
@@ -132,11 +144,12 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
     task = TASKS.get(detect_task(model, plan))
     _check_architecture(model)
     layout = _read_layout(model, task, plan)
-    auto_class = task.auto_class
-    if layout is not None:
-        auto_class = "AutoModel" if layout.logit_module is None else "AutoModelForCausalLM"
+    has_own_head = layout is None or layout.sparse is not None
+    auto_class = task.auto_class if has_own_head else "AutoModel"
+    if layout is not None and layout.logit_module is not None:
+        auto_class = "AutoModelForCausalLM"
     # The pooler of a model without a head is not used.
-    needs_pooler = bool(task.heads) and layout is None
+    needs_pooler = bool(task.heads) and has_own_head
     module, tokenizer = load_module(model, _encoder_class(model, auto_class), plan, needs_pooler=needs_pooler)
     from hasten.builder.sources.export_wrapper import example_inputs
 
@@ -150,7 +163,7 @@ def load_model(model: ModelDirectory, plan: Plan) -> LoadedModel:
     inputs = [spec.name for spec in signature.inputs]
     layers = [layer.module() for layer in layout.dense] if layout is not None else []
     layers += [] if ranker is None else [ranker.layer()]
-    exportable = _exportable(module, inputs, task, layout, signature.mask_id, layers)
+    exportable = _exportable(module, inputs, task, layout, signature.mask_id, facts.tokenizer.pad_id, layers)
     feeds = example_inputs(inputs, facts.tokenizer.pad_id, signature.mask_id, pads_left=signature.pads_left)
     outputs, ignores_padding = _probe(exportable, task, feeds)
     if ranker is not None:
@@ -181,6 +194,10 @@ def _check_architecture(model: ModelDirectory) -> None:
 def _read_layout(model: ModelDirectory, task: AnyTask, plan: Plan) -> SentenceLayout | None:
     if task.name == EMBEDDING:
         return read_layout(model, plan)
+    if task.name == SPARSE:
+        return read_sparse_layout(model)
+    if task.name == MULTI_VECTOR:
+        return read_late_layout(model)
     return read_scoring_layout(model) if task.name == RANKING else None
 
 
@@ -206,6 +223,8 @@ def read_facts(
     """Collect the facts from configuration and tokenizer; `accepted` are the types of the model's inputs."""
     if layout is not None and layout.lowercase:
         prepend_lowercase(tokenizer)
+    if layout is not None and layout.late is not None:
+        register_prefixes(tokenizer, layout.late)
     columns = [name for name in tokenizer.model_input_names if name in accepted and name != ATTENTION_MASK]
     if "input_ids" not in columns:
         raise UnsupportedError(f"{model.id} has no input_ids: only text models are supported")
@@ -221,10 +240,14 @@ def read_facts(
             raise UnsupportedError(f"the tokenizer of {model.id} has no mask token, which fill-mask needs")
         mask_id = int(tokenizer.mask_token_id)
     spec = _task_spec(task, config, tokenizer, layout)
+    late = None if layout is None else late_interaction(layout, tokenizer, tokenizer_settings.max_length, model.id)
+    spec = replace(spec, late_interaction=late)
     if task.name == RANKING:
         spec = read_cross_encoder(model, tokenizer, spec)
     pads = {"input_ids": tokenizer_settings.pad_id}
     masks = (PROMPT_MASK,) if layout is not None and not layout.pools_prompt else ()
+    if late is not None and late.expansion_length and not late.is_expansion_attended:
+        masks = (EXPANSION_MASK,)
     signature = Signature(
         inputs=tuple(
             TensorSpec(name, accepted.get(name, DType.INT32), (BATCH, SEQUENCE), pads.get(name, 0))
@@ -245,11 +268,16 @@ def _exportable(
     task: AnyTask,
     layout: SentenceLayout | None,
     mask_id: int | None,
+    pad_id: int,
     layers: Sequence[Any],
 ) -> Exportable:
     """Return the module to export; `layers` follow the pooling of the layout."""
     from hasten.builder.sources import export_wrapper
 
+    if layout is not None and layout.sparse is not None:
+        return export_wrapper.SparsePooled(module, inputs, task.outputs, layout.sparse, pad_id)
+    if layout is not None and layout.late is not None:
+        return export_wrapper.TokenVectors(module, inputs, task.outputs, layers, layout.normalize)
     if layout is not None:
         head = export_wrapper.PoolingHead(layout.pooling, layers, layout.normalize)
         return export_wrapper.Pooled(module, inputs, task.outputs, head)
@@ -317,6 +345,8 @@ def _task_spec(task: AnyTask, config: Any, tokenizer: Any, layout: SentenceLayou
             default_prompt=layout.default_prompt,
             pools_prompt=layout.pools_prompt,
             special_ids=() if layout.pools_prompt else tuple(sorted(tokenizer.all_special_ids)),
+            similarity=layout.similarity,
+            max_active_dims=layout.max_active_dims,
         )
     # Every configuration has default labels; only those of classifiers are used.
     labels = range(config.num_labels) if task.auto_class.endswith("Classification") else ()
@@ -335,10 +365,10 @@ def _max_length(config: Any, tokenizer: Any, layout: SentenceLayout | None, rese
     if isinstance(positions, int) and positions > 0:
         limits.append(positions - reserved_positions)
     # As in sentence-transformers, the layout's limit replaces the tokenizer's, even if it is longer.
-    if layout is not None and layout.max_length:
-        limits.append(layout.max_length)
-    elif tokenizer.model_max_length < _NO_LIMIT:
-        limits.append(int(tokenizer.model_max_length))
+    limit = layout.max_length if layout is not None and layout.max_length else int(tokenizer.model_max_length)
+    limit = max(layout.late.limits(limit)) if layout is not None and layout.late is not None else limit
+    if limit < _NO_LIMIT:
+        limits.append(limit)
     return min(limits) if limits else 512
 
 

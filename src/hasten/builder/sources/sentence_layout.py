@@ -50,7 +50,8 @@ class DenseLayer:
         from torch import nn
 
         linear = nn.Linear(self.inputs, self.outputs, bias=self.has_bias)
-        weights = load_file(self.file)
+        # The file may hold the weights of the transformer too.
+        weights = {name: value for name, value in load_file(self.file).items() if name.startswith("linear.")}
         linear.load_state_dict({name.removeprefix("linear."): value.float() for name, value in weights.items()})
         return nn.Sequential(linear, getattr(nn, self.activation)())
 
@@ -81,6 +82,42 @@ class NormLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class SparsePooling:
+    """The pooling of logits over a vocabulary into one weight per term (SPLADE)."""
+
+    # Whether the weights of a term at all tokens are added; otherwise the largest counts.
+    is_sum: bool = False
+    # How often log(1 + x) is applied to positive logits.
+    logarithms: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LateLayout:
+    """The settings of a multi-vector encoder: lengths, query expansion, and the words that are not scored."""
+
+    query_length: int | None = None
+    document_length: int | None = None
+    # Queries are filled up to this length, by default with the mask token; 0 if they are not.
+    expansion_length: int = 0
+    expansion_token: str | None = None
+    # Whether longer queries are truncated to that length, and whether tokens attend to those that fill a query.
+    is_expansion_fixed: bool = False
+    is_expansion_attended: bool = False
+    skipped_words: tuple[str, ...] = ()
+    skipped_sides: tuple[str, ...] = ("document",)
+    # Markers of queries and documents that were single tokens in training.
+    prefixes: dict[str, str] = field(default_factory=dict)
+
+    def limits(self, default: int) -> tuple[int, int]:
+        """Return the maximum lengths of queries and of documents; `default` is that of any text."""
+        if self.expansion_length and self.is_expansion_fixed:
+            query_length = self.expansion_length
+        else:
+            query_length = max(self.query_length or default, self.expansion_length)
+        return query_length, self.document_length or default
+
+
+@dataclass(frozen=True, slots=True)
 class SentenceLayout:
     """The modules after the transformer, and the settings of the model."""
 
@@ -96,6 +133,12 @@ class SentenceLayout:
     # The folder of the module that scores with the logits of a language model ("" if no file names one); None if no
     # logits are used.
     logit_module: str | None = None
+    # The pooling of a sparse encoder, which replaces `pooling` and `dense`.
+    sparse: SparsePooling | None = None
+    # The settings of a multi-vector encoder, which has no pooling.
+    late: LateLayout | None = None
+    similarity: str = ""
+    max_active_dims: int | None = None
 
 
 def read_layout(model: ModelDirectory, plan: Plan) -> SentenceLayout:
@@ -112,11 +155,15 @@ def read_layout(model: ModelDirectory, plan: Plan) -> SentenceLayout:
     layout = read_modules(model)
     if not layout.pooling and plan_pooling is None:
         raise PlanError(f"{model.id} has no pooling module", hint="--pooling mean or cls")
+    return add_settings(replace(layout, pooling=plan_pooling or layout.pooling), model)
+
+
+def add_settings(layout: SentenceLayout, model: ModelDirectory) -> SentenceLayout:
+    """Return the layout with the settings that sentence-transformers stores beside the modules."""
     lengths: Any = next((content for name in _LENGTH_FILES if (content := model.json(name))), {})
     config = model.json("config_sentence_transformers.json") or {}
     return replace(
         layout,
-        pooling=plan_pooling or layout.pooling,
         max_length=lengths.get("max_seq_length"),
         lowercase=bool(lengths.get("do_lower_case")),
         # Keep empty prompts: newer versions write them, and requests or the default may name them.
@@ -187,6 +234,11 @@ def _read_dense(model: ModelDirectory, folder: str) -> DenseLayer:
 def _read_norm(model: ModelDirectory, folder: str) -> NormLayer:
     config = model.json(f"{folder}/config.json") or {}
     return NormLayer(_find_weights(model, folder), int(config["dimension"]))
+
+
+def read_layer(model: ModelDirectory, kind: str, folder: str) -> DenseLayer | NormLayer:
+    """Read a dense layer or a LayerNorm."""
+    return _LAYER_READERS[kind](model, folder)
 
 
 def _find_weights(model: ModelDirectory, folder: str) -> Path:

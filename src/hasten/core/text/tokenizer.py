@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -77,6 +77,7 @@ class Tokenizer:
         backend.enable_truncation(spec.max_length, strategy="longest_first", direction=side)
         self._backend = backend
         self.spec = spec
+        self._limited: dict[int, Tokenizer] = {}
 
     @classmethod
     def open(cls, file: Path, spec: TokenizerSpec) -> Tokenizer:
@@ -95,6 +96,15 @@ class Tokenizer:
                 raise
             raise BundleError(f"{file} is not a tokenizer: {error}") from error
         return tokenizer
+
+    def limited_to(self, max_length: int | None) -> Tokenizer:
+        """Return this tokenizer with another maximum length, copied once; itself for the same length or None."""
+        if max_length is None or max_length == self.spec.max_length:
+            return self
+        if max_length not in self._limited:
+            backend = FastTokenizer.from_str(self._backend.to_str())
+            self._limited[max_length] = Tokenizer(backend, replace(self.spec, max_length=max_length))
+        return self._limited[max_length]
 
     def encode(self, texts: Sequence[str | tuple[str, str]], *, is_traced: bool = False) -> Tokens:
         """Return one row per text or pair of texts.

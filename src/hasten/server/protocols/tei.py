@@ -1,4 +1,4 @@
-"""Serve the API of text-embeddings-inference: `POST /embed`, `POST /rerank`, `GET /info`."""
+"""Serve the API of text-embeddings-inference: `/embed`, `/embed_sparse`, `/rerank` and `/info`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from hasten.server.http.exchange import ErrorBody, Response, status_of
 from hasten.server.models.encoder_model import EncoderModel
 from hasten.server.protocols.routes import HttpCall, Route
 from hasten.tasks import Encoded
+from hasten.tasks.multi_vector_embedding import document_scores
+from hasten.tasks.sparse_embedding import keep_largest, to_sparse
 from hasten.tasks.text_classification import Scoring, apply_scoring
 
-EMBEDDING, _RANKING = "sentence-similarity", "text-ranking"
+EMBEDDING, _SPARSE = "sentence-similarity", "sparse-embedding"
+_RANKING, _MULTI_VECTOR = "text-ranking", "multi-vector-embedding"
 
 
 class EmptyError(InputError):
@@ -48,6 +51,22 @@ class EmbedRequest(msgspec.Struct):
     truncate: bool = False
     prompt_name: str | None = None
     model: str = ""
+
+
+class SparseRequest(msgspec.Struct):
+    """The body of `POST /embed_sparse`."""
+
+    inputs: str | list[str]
+    truncate: bool = False
+    prompt_name: str | None = None
+    model: str = ""
+
+
+class Term(msgspec.Struct):
+    """A term of a sparse embedding: its id in the vocabulary and its weight."""
+
+    index: int
+    value: float
 
 
 class RerankRequest(msgspec.Struct):
@@ -85,34 +104,43 @@ class Info(TypedDict):
 def embed(call: HttpCall) -> None:
     """Reply with the embeddings of texts."""
     request = call.exchange.read_json(EmbedRequest)
-    model = _find_encoder(call, request.model, EMBEDDING, "support embeddings")
-    prompt = {} if request.prompt_name is None else {"prompt_name": request.prompt_name}
-    options = model.task.options(model.spec, prompt)
-    texts = [request.inputs] if isinstance(request.inputs, str) else request.inputs
-    if not texts:
-        raise EmptyError("inputs is empty")
-    model.check_items(len(texts))
+    model = _find_encoder(call, request.model, "support embeddings", EMBEDDING)
 
     def decode(outputs: Outputs, _: Encoded) -> Response:
         vectors = outputs[model.task.outputs[0]]
         return Response.json(normalize(vectors) if request.normalize else vectors)
 
-    check = _length_check(request.truncate, model)
-    call.exchange.on_close = model.submit_payload(lambda: texts, decode, call.done, options=options, check=check)
+    _embed(call, model, request, decode)
+
+
+def embed_sparse(call: HttpCall) -> None:
+    """Reply with the weighted terms of texts."""
+    request = call.exchange.read_json(SparseRequest)
+    model = _find_encoder(call, request.model, "support sparse embeddings", _SPARSE)
+
+    def decode(outputs: Outputs, _: Encoded) -> Response:
+        weights = keep_largest(outputs[model.task.outputs[0]], model.spec.max_active_dims)
+        terms = [zip(text["indices"].tolist(), text["values"].tolist(), strict=True) for text in to_sparse(weights)]
+        return Response.json([[Term(index, value) for index, value in text] for text in terms])
+
+    _embed(call, model, request, decode)
 
 
 def rerank(call: HttpCall) -> None:
-    """Reply with documents in the order of their relevance to a query."""
+    """Reply with documents in the order of their relevance to a query; a multi-vector model ranks them by MaxSim."""
     request = call.exchange.read_json(RerankRequest)
-    model = _find_encoder(call, request.model, _RANKING, "rank documents")
+    model = _find_encoder(call, request.model, "rank documents", _RANKING, _MULTI_VECTOR)
     if not request.texts:
         raise EmptyError("texts is empty")
     model.check_items(len(request.texts))
     options = model.task.options(model.spec, {})
 
-    def decode(outputs: Outputs, _: Encoded) -> Response:
-        raw = outputs[model.task.outputs[0]][:, 0].astype(np.float64)
-        scores = raw if request.raw_scores else apply_scoring(raw, Scoring.SIGMOID)
+    def decode(outputs: Outputs, encoded: Encoded) -> Response:
+        if model.task.name == _MULTI_VECTOR:
+            scores = document_scores(outputs, encoded, model.spec)
+        else:
+            raw = outputs[model.task.outputs[0]][:, 0].astype(np.float64)
+            scores = raw if request.raw_scores else apply_scoring(raw, Scoring.SIGMOID)
         ranks: list[Rank] = []
         for index in np.argsort(-scores, kind="stable").tolist():
             rank = Rank(index=index, score=float(scores[index]))
@@ -164,15 +192,32 @@ def normalize(vectors: FloatArray) -> FloatArray:
     return vectors / np.where(lengths == 0, 1, lengths)
 
 
-def _find_encoder(call: HttpCall, name: str, task: str, ability: str) -> EncoderModel:
-    """Return the model of that name or, without a name, the only model with this task."""
-    tasks = {model.bundle.manifest.task.name for model in call.models}
-    if not name and call.models.is_complete and task not in tasks:
+def _find_encoder(call: HttpCall, name: str, ability: str, *tasks: str) -> EncoderModel:
+    """Return the model of that name or, without a name, the only model with the first of these tasks that there is."""
+    served = {model.bundle.manifest.task.name for model in call.models}
+    if not name and call.models.is_complete and served.isdisjoint(tasks):
         raise UnsupportedError(f"the models of this server do not {ability}")
-    model = call.encoder(name, task)
-    if model.task.name != task:
+    model = call.encoder(name, next((task for task in tasks if task in served), tasks[0]))
+    if model.task.name not in tasks:
         raise UnsupportedError(f"'{model.name}' does not {ability}: its task is {model.task.name}")
     return model
+
+
+def _embed(
+    call: HttpCall,
+    model: EncoderModel,
+    request: EmbedRequest | SparseRequest,
+    decode: Callable[[Outputs, Encoded], Response],
+) -> None:
+    """Submit the texts of a request for embeddings."""
+    prompt = {} if request.prompt_name is None else {"prompt_name": request.prompt_name}
+    options = model.task.options(model.spec, prompt)
+    texts = [request.inputs] if isinstance(request.inputs, str) else request.inputs
+    if not texts:
+        raise EmptyError("inputs is empty")
+    model.check_items(len(texts))
+    check = _length_check(request.truncate, model)
+    call.exchange.on_close = model.submit_payload(lambda: texts, decode, call.done, options=options, check=check)
 
 
 def _length_check(truncates: bool, model: EncoderModel) -> Callable[[Encoded], None]:
@@ -180,8 +225,10 @@ def _length_check(truncates: bool, model: EncoderModel) -> Callable[[Encoded], N
 
     def check(encoded: Encoded) -> None:
         if encoded.truncated and not truncates:
-            limit = model.signature.max_length
-            raise TooLargeError(f"an input is longer than the model's {limit} tokens", hint='set "truncate": true')
+            late, limits = model.spec.late_interaction, f"{model.signature.max_length} tokens"
+            if late is not None:
+                limits = f"{late.query_length} tokens of a query and {late.document_length} of a document"
+            raise TooLargeError(f"an input is longer than the model's {limits}", hint='set "truncate": true')
 
     return check
 
@@ -190,6 +237,14 @@ _route = partial(Route, error_body=tei_error_body, error_status=tei_status, stat
 _SERVER = "(text-embeddings-inference)"
 ROUTES = (
     _route("POST", "/embed", embed, f"Compute embeddings {_SERVER}", EmbedRequest, list[list[float]]),
+    _route(
+        "POST",
+        "/embed_sparse",
+        embed_sparse,
+        f"Compute sparse embeddings {_SERVER}",
+        SparseRequest,
+        list[list[Term]],
+    ),
     _route("POST", "/rerank", rerank, f"Rank documents by relevance {_SERVER}", RerankRequest, list[Rank]),
     _route("GET", "/info", info, f"Model and limits {_SERVER}", answer=Info),
 )
