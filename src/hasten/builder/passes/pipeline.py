@@ -1,8 +1,8 @@
 """Rewrite the exported graph into the graphs that backends use; each pass is exact and recorded.
 
 exported ──fold──▶ ──┬──────────prune──▶ plain (every ONNX backend, and the bundle's fp32 graph)
-                     └──fuse──▶ prune──┬────────────▶ fused with norms (ONNX Runtime on GPUs)
-                                       └─split norms─▶ fused (ONNX Runtime)
+                     └──fuse──▶ prune──┬────────────────────▶ fused with norms (ONNX Runtime on GPUs)
+                                       └─split norms──attend▶ fused (ONNX Runtime on CPUs)
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.backends import Dialect
+from hasten.builder.passes.attend import attend
 from hasten.builder.passes.fold import fold_types
 from hasten.builder.passes.fuse import fuse
 from hasten.builder.passes.prune import prune
@@ -47,8 +48,8 @@ def apply_passes(
     """Apply all passes, each into its own folder; `variants` names the variants of each dialect, for the record."""
     onnx, ort, cuda = ((variants or {}).get(dialect, ()) for dialect in (Dialect.ONNX, Dialect.ORT, Dialect.ORT_CUDA))
     folded, plain, passes = apply_plain(exported, work, variants=onnx, others=[*ort, *cuda])
-    whole, pruned, fused = (work / name / exported.name for name in ("whole", "pruned", "fused"))
-    for file in (whole, pruned, fused):
+    whole, pruned, split, fused = (work / name / exported.name for name in ("whole", "pruned", "split", "fused"))
+    for file in (whole, pruned, split, fused):
         file.parent.mkdir()
     # Fuse before pruning: fusion recognizes attention only while queries, keys and values have the same rows.
     fusions = fuse(folded, whole, config, pads_left=pads_left)
@@ -57,9 +58,11 @@ def apply_passes(
     )
     pruning = prune(whole, pruned, plain=folded)
     passes.append(record_pass("prune", whole, pruned, variants=[*ort, *cuda], notes=pruning.notes()))
-    count = split_norms(pruned, fused)
+    count = split_norms(pruned, split)
     notes = [f"{count} norms split from the preceding addition"] if count else []
-    passes.append(record_pass("split norms", pruned, fused, variants=ort, notes=notes))
+    passes.append(record_pass("split norms", pruned, split, variants=ort, notes=notes))
+    attending = attend(split, fused, plain=folded)
+    passes.append(record_pass("attend", split, fused, variants=ort, notes=attending.notes()))
     for file in (pruned, fused):
         merge_weights(file)
     return Graphs(plain, fused, pruned, tuple(passes))

@@ -1,0 +1,117 @@
+"""Fuse rotary embeddings into ONNX Runtime's RotaryEmbedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.builder.passes.rewriter import MICROSOFT, GraphRewriter
+from hasten.onnx_graph import attribute
+
+_HEADS_FIRST = [0, 2, 1, 3]
+_END = 2**31 - 1
+
+
+def fuse_rotary(rewriter: GraphRewriter) -> int:
+    """Replace all rotary embeddings that rotate halves of a head, and return their number."""
+    fuser = _Fuser(rewriter)
+    return sum(map(fuser.fuse, [node for node in rewriter.graph.node if node.op_type == "Add"]))
+
+
+class _Fuser:
+    def __init__(self, rewriter: GraphRewriter) -> None:
+        self._rewriter = rewriter
+        # Position ids, cosine and sine by the angles they are computed from.
+        self._tables: dict[tuple[str, str], tuple[str, str]] = {}
+        self._positions: dict[str, str] = {}
+
+    def fuse(self, node: Any) -> bool:
+        """Replace a sum, if it is x · cos + rotate_half(x) · sin."""
+        straight, rotated = (self._rewriter.producer(name, "Mul") for name in node.input)
+        if straight is None or rotated is None:
+            return False
+        source, shape = straight.input[0], self._rewriter.shape(straight.input[0])
+        if shape is None or len(shape) != 4 or not shape[3] or not self._is_rotated(rotated.input[0], source, shape[3]):
+            return False
+        tables = self._read_tables(straight.input[1], rotated.input[1], shape[3] // 2)
+        if tables is None:
+            return False
+        add, constant = self._rewriter.add, self._rewriter.add_constant
+        positions, cosine, sine = tables
+        transposed = self._rewriter.producer(source, "Transpose")
+        if transposed is None or attribute(transposed, "perm", None) != _HEADS_FIRST:
+            result = add("RotaryEmbedding", [source, positions, cosine, sine], domain=MICROSOFT)
+        else:
+            flat = add("Reshape", [transposed.input[0], constant([0, 0, -1])])
+            result = add("RotaryEmbedding", [flat, positions, cosine, sine], domain=MICROSOFT)
+            heads = add("Reshape", [result, constant([0, 0, -1, shape[3]])])
+            result = add("Transpose", [heads], perm=_HEADS_FIRST)
+        self._rewriter.replace(node.output[0], result)
+        return True
+
+    def _is_rotated(self, name: str, source: str, head_size: int) -> bool:
+        """Return whether a tensor is the second half of a head, negated, before the first."""
+        joined = self._rewriter.producer(name, "Concat")
+        if joined is None or len(joined.input) != 2 or attribute(joined, "axis", 0) not in (-1, 3):
+            return False
+        negated, first = self._rewriter.producer(joined.input[0], "Neg"), joined.input[1]
+        if negated is None:
+            return False
+        half = head_size // 2
+        return self._bounds(first, source) == (0, half) and self._bounds(negated.input[0], source, head_size) == (
+            half,
+            head_size,
+        )
+
+    def _bounds(self, name: str, source: str, size: int = _END) -> tuple[int, int] | None:
+        """Return the start and the end of a slice of the last axis."""
+        node = self._rewriter.producer(name, "Slice")
+        if node is None or node.input[0] != source or len(node.input) < 4:
+            return None
+        start, end, axis, step = (
+            self._rewriter.known_size(entry) for entry in (*node.input[1:], *([] if len(node.input) > 4 else [""]))
+        )
+        if start is None or end is None or axis not in (-1, 3) or (len(node.input) > 4 and step != 1):
+            return None
+        return start, min(end, size)
+
+    def _read_tables(self, cosine: str, sine: str, half: int) -> tuple[str, str, str] | None:
+        """Return position ids, and cosine and sine of the first half of a head by position."""
+        sources = [self._source(cosine, "Cos"), self._source(sine, "Sin")]
+        if None in sources or sources[0] is None or sources[1] is None or sources[0][1] != sources[1][1]:
+            return None
+        doubled = self._rewriter.producer(sources[0][1], "Concat")
+        if doubled is None or len(set(doubled.input)) != 1 or len(doubled.input) != 2:
+            return None
+        tables = sources[0][0], sources[1][0]
+        shape = self._rewriter.shape(tables[0])
+        if shape is None or len(shape) != 3 or shape[2] != 2 * half:
+            return None
+        if tables not in self._tables:
+            self._tables[tables] = (self._first_half(tables[0], half), self._first_half(tables[1], half))
+        if tables[0] not in self._positions:
+            self._positions[tables[0]] = self._count_positions(tables[0])
+        return self._positions[tables[0]], *self._tables[tables]
+
+    def _source(self, name: str, op_type: str) -> tuple[str, str] | None:
+        """Return the tensor of cosines before an axis for heads is added, and that of the angles."""
+        expanded = self._rewriter.producer(name, "Unsqueeze")
+        if expanded is None or self._rewriter.known_size(expanded.input[1]) != 1:
+            return None
+        node = self._rewriter.producer(expanded.input[0], "Mul", op_type)
+        if node is not None and node.op_type == "Mul" and self._rewriter.scalar(node.input[1]) is not None:
+            node = self._rewriter.producer(node.input[0], op_type)
+        return (expanded.input[0], node.input[0]) if node is not None and node.op_type == op_type else None
+
+    def _first_half(self, name: str, half: int) -> str:
+        add, constant = self._rewriter.add, self._rewriter.add_constant
+        first = add("Slice", [name, constant([0]), constant([half]), constant([2])])
+        return add("Reshape", [first, constant([-1, half])])
+
+    def _count_positions(self, table: str) -> str:
+        """Return the index into the tables of each token: they have one row of positions, or one for each text."""
+        add, constant = self._rewriter.add, self._rewriter.add_constant
+        shape = add("Shape", [table], start=0, end=2)
+        size = add("ReduceProd", [shape], keepdims=0)
+        positions = add("Reshape", [add("Range", [constant(0), size, constant(1)]), shape])
+        rows = add("Shape", [self._rewriter.graph.input[0].name], start=0, end=1)
+        return add("Expand", [positions, add("Concat", [rows, constant([1])], axis=0)])
