@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hasten.builder.passes.attention_masks import Window, recognize
+from hasten.builder.passes.attention_masks import MASK_INPUT, Window, recognize
 from hasten.builder.passes.prune import infer_shapes
 from hasten.builder.passes.rewriter import MICROSOFT, GraphRewriter
 from hasten.builder.passes.rotary import fuse_rotary
@@ -27,7 +27,7 @@ _BLOCK = 128
 # What masked keys add to their scores: exp() of it is zero.
 _MASKED = -1e9
 _HEADS_FIRST = [0, 2, 1, 3]
-_MASK_INPUT = "attention_mask"
+_ALL_KEYS = Window(None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,17 @@ def attend(graph: Path, file: Path, *, plain: Path) -> Attending:
     shapes = infer_shapes(read_graph(plain, with_weights=False))
     model = read_graph(graph)
     rewriter = GraphRewriter(model, shapes)
-    rotary = fuse_rotary(rewriter)
-    cores = _find_cores(rewriter)
-    masks = sorted({core.mask for core in cores})
-    windows = recognize(rewriter, model, masks)
+    rotary_count = fuse_rotary(rewriter)
+    cores = [core for node in rewriter.graph.node if (core := _match(rewriter, node)) is not None]
+    masks = recognize(rewriter, model, sorted({core.mask for core in cores}))
     writer = _AttentionWriter(rewriter)
-    fused = [windows[core.mask] for core in cores if core.mask in windows and writer.write(core, windows[core.mask])]
-    result = Attending(split_projections(rewriter), rotary, len(fused), sum(window != Window(None, None) for window in fused))
+    windows = [masks[core.mask] for core in cores if core.mask in masks and writer.write(core, masks[core.mask])]
+    result = Attending(
+        projections=split_projections(rewriter),
+        rotary=rotary_count,
+        attention=len(windows),
+        windows=len(windows) - windows.count(_ALL_KEYS),
+    )
     if not result.notes():
         copy_graph(graph, file)
         return result
@@ -91,14 +95,9 @@ class _Core:
     output: str
 
 
-def _find_cores(rewriter: GraphRewriter) -> list[_Core]:
-    found = (_match(rewriter, node) for node in rewriter.graph.node if node.op_type == "Softmax")
-    return [core for core in found if core is not None]
-
-
 def _match(rewriter: GraphRewriter, softmax: Any) -> _Core | None:
     """Return the attention around a softmax: scale and mask are applied to the scores."""
-    masked = rewriter.producer(softmax.input[0], "Add")
+    masked = rewriter.producer(softmax.input[0], "Add") if softmax.op_type == "Softmax" else None
     if masked is None or attribute(softmax, "axis", -1) not in (-1, 3):
         return None
     scaled = rewriter.producer(masked.input[0], "Mul", "Div", "MatMul")
@@ -148,7 +147,7 @@ class _AttentionWriter:
     def write(self, core: _Core, window: Window) -> bool:
         """Replace the attention of a layer; return False if there is no form for its window."""
         add = self._rewriter.add
-        if window == Window(None, None):
+        if window == _ALL_KEYS:
             merged = self._attend_to_all(core)
         elif window.before is not None and window.after is not None:
             merged = self._attend_within(core, window.before, window.after)
@@ -217,7 +216,11 @@ class _AttentionWriter:
         )
         visible = add("And", [add("Unsqueeze", [is_real, constant([2])]), is_near])
         mask = add("Where", [visible, constant(0, np.float32), constant(_MASKED, np.float32)])
-        sizes = [constant([-1, 1]), add("Unsqueeze", [block, constant([0])]), add("Unsqueeze", [key_count, constant([0])])]
+        sizes = [
+            constant([-1, 1]),
+            add("Unsqueeze", [block, constant([0])]),
+            add("Unsqueeze", [key_count, constant([0])]),
+        ]
         return _Blocks(queries_read, keys_read, add("Reshape", [mask, add("Concat", sizes, axis=0)]))
 
     def _key_mask(self, heads: int) -> str:
@@ -231,17 +234,17 @@ class _AttentionWriter:
 
     @cached_property
     def _rows(self) -> str:
-        return self._rewriter.add("Shape", [_MASK_INPUT], start=0, end=1)
+        return self._rewriter.add("Shape", [MASK_INPUT], start=0, end=1)
 
     @cached_property
     def _tokens(self) -> str:
-        return self._rewriter.add("Shape", [_MASK_INPUT], start=1, end=2)
+        return self._rewriter.add("Shape", [MASK_INPUT], start=1, end=2)
 
     @cached_property
     def _is_real(self) -> str:
         from onnx import TensorProto
 
-        return self._rewriter.add("Cast", [_MASK_INPUT], to=TensorProto.BOOL)
+        return self._rewriter.add("Cast", [MASK_INPUT], to=TensorProto.BOOL)
 
     def _tokens_first(self, name: str) -> str:
         """Return a tensor with its tokens before its heads."""

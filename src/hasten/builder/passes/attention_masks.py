@@ -6,7 +6,7 @@ key is visible if it is no padding and within a window around the query.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from hasten.builder.passes.rewriter import GraphRewriter, sort_nodes
 from hasten.onnx_graph import opset_version
 
-_MASK_INPUT = "attention_mask"
+MASK_INPUT = "attention_mask"
 # Larger windows are not recognized: the mask of twice their length would take gigabytes.
 _MAX_WINDOW = 1024
 _SHORT = 5
@@ -73,7 +73,7 @@ def _probe(session: Any, length: int) -> Window | None:
     feeds = {}
     for entry in session.get_inputs():
         dtype = np.int32 if "int32" in entry.type else np.int64
-        feeds[entry.name] = is_real.astype(dtype) if entry.name == _MASK_INPUT else np.zeros(is_real.shape, dtype)
+        feeds[entry.name] = is_real.astype(dtype) if entry.name == MASK_INPUT else np.zeros(is_real.shape, dtype)
     mask = session.run(None, feeds)[0]
     if mask.ndim != 4 or mask.shape[1] != 1 or mask.dtype != np.float32:
         return None

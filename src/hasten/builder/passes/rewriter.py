@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hasten.builder.passes.axes import AxisShape
+from hasten.builder.passes.prune import ROWS, TOKENS
 from hasten.onnx_graph import attribute, drop_unused
 
 MICROSOFT = "com.microsoft"
@@ -78,7 +79,7 @@ class GraphRewriter:
         return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else None
 
     def known_size(self, name: str) -> int | None:
-        """Return an integer that tracing has computed from the static sizes of tensors, or None if it varies."""
+        """Return an integer that the graph computes from constants and widths of tensors, or None if it varies."""
         value, node = self.constant(name), self._producers.get(name)
         if value is not None:
             return int(value.reshape(-1)[0]) if value.size == 1 and value.dtype.kind == "i" else None
@@ -88,9 +89,8 @@ class GraphRewriter:
             return self.known_size(node.input[0])
         if node.op_type == "Gather" and (source := self.producer(node.input[0], "Shape")) is not None:
             shape, axis = self.shape(source.input[0]), self.known_size(node.input[1])
-            # The first two axes are batch and sequence, whose sizes are those that shapes were inferred with.
-            is_static = shape is not None and axis is not None and axis % len(shape) >= 2
-            return shape[axis] if is_static and shape is not None and axis is not None else None
+            is_width = shape is not None and axis in (-1, len(shape) - 1)
+            return _static(shape[-1]) if is_width and shape is not None else None
         if node.op_type not in ("Add", "Div", "Mul", "Sub"):
             return None
         left, right = map(self.known_size, node.input)
@@ -99,12 +99,22 @@ class GraphRewriter:
         results = {"Add": left + right, "Sub": left - right, "Mul": left * right}
         return left // right if node.op_type == "Div" else results[node.op_type]
 
+    def bounds(self, node: Any) -> tuple[int, int] | None:
+        """Return the start and end of a slice of the last axis; None for another node, axis or step."""
+        shape = self.shape(node.input[0]) if node is not None and node.op_type == "Slice" else None
+        if shape is None or len(node.input) < 4 or (width := _static(shape[-1])) is None:
+            return None
+        start, end, axis, *steps = map(self.known_size, node.input[1:])
+        if start is None or end is None or axis not in (-1, len(shape) - 1) or steps not in ([], [1]):
+            return None
+        return start, min(end, width)
+
     def add(self, op_type: str, inputs: Sequence[str], output: str = "", *, domain: str = "", **attributes: Any) -> str:
         """Add a node and return the name of its output."""
         from onnx import helper
 
         output = output or f"attend/{op_type}_{len(self._added)}"
-        node = helper.make_node(op_type, list(inputs), [output], f"{output}_node", domain=domain, **attributes)
+        node = helper.make_node(op_type, list(inputs), [output], output, domain=domain, **attributes)
         self._added.append(node)
         self._producers[output] = node
         return output
@@ -147,6 +157,11 @@ class GraphRewriter:
         del self.graph.node[:]
         self.graph.node.extend(sort_nodes(nodes))
         drop_unused(self.graph)
+
+
+def _static(size: int | None) -> int | None:
+    """Return a size that does not depend on the batch or the length of texts, which shapes were inferred with."""
+    return None if size is None or size % ROWS == 0 or size % TOKENS == 0 else size
 
 
 def sort_nodes(nodes: Sequence[Any]) -> list[Any]:

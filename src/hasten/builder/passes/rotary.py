@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from hasten.builder.passes.rewriter import MICROSOFT, GraphRewriter
 from hasten.onnx_graph import attribute
 
 _HEADS_FIRST = [0, 2, 1, 3]
-_END = 2**31 - 1
 
 
 def fuse_rotary(rewriter: GraphRewriter) -> int:
@@ -17,22 +17,31 @@ def fuse_rotary(rewriter: GraphRewriter) -> int:
     return sum(map(fuser.fuse, [node for node in rewriter.graph.node if node.op_type == "Add"]))
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Cosines or sines, (1 or rows, tokens, head size), and the angles they are computed from."""
+
+    table: str
+    angles: str
+
+
 class _Fuser:
     def __init__(self, rewriter: GraphRewriter) -> None:
         self._rewriter = rewriter
-        # Position ids, cosine and sine by the angles they are computed from.
-        self._tables: dict[tuple[str, str], tuple[str, str]] = {}
-        self._positions: dict[str, str] = {}
+        # Position ids and first halves, by the names of cosines and sines.
+        self._tables: dict[tuple[str, str], tuple[str, str, str]] = {}
 
     def fuse(self, node: Any) -> bool:
         """Replace a sum, if it is x · cos + rotate_half(x) · sin."""
         straight, rotated = (self._rewriter.producer(name, "Mul") for name in node.input)
         if straight is None or rotated is None:
             return False
-        source, shape = straight.input[0], self._rewriter.shape(straight.input[0])
-        if shape is None or len(shape) != 4 or not shape[3] or not self._is_rotated(rotated.input[0], source, shape[3]):
+        source = straight.input[0]
+        shape = self._rewriter.shape(source)
+        head_size = shape[3] if shape is not None and len(shape) == 4 else None
+        if head_size is None or not self._is_rotated(rotated.input[0], source, head_size):
             return False
-        tables = self._read_tables(straight.input[1], rotated.input[1], shape[3] // 2)
+        tables = self._read_tables(straight.input[1], rotated.input[1], head_size // 2)
         if tables is None:
             return False
         add, constant = self._rewriter.add, self._rewriter.add_constant
@@ -43,7 +52,7 @@ class _Fuser:
         else:
             flat = add("Reshape", [transposed.input[0], constant([0, 0, -1])])
             result = add("RotaryEmbedding", [flat, positions, cosine, sine], domain=MICROSOFT)
-            heads = add("Reshape", [result, constant([0, 0, -1, shape[3]])])
+            heads = add("Reshape", [result, constant([0, 0, -1, head_size])])
             result = add("Transpose", [heads], perm=_HEADS_FIRST)
         self._rewriter.replace(node.output[0], result)
         return True
@@ -56,51 +65,38 @@ class _Fuser:
         negated, first = self._rewriter.producer(joined.input[0], "Neg"), joined.input[1]
         if negated is None:
             return False
+        halves = self._rewriter.producer(first, "Slice"), self._rewriter.producer(negated.input[0], "Slice")
+        if None in halves or any(part.input[0] != source for part in halves):
+            return False
         half = head_size // 2
-        return self._bounds(first, source) == (0, half) and self._bounds(negated.input[0], source, head_size) == (
-            half,
-            head_size,
-        )
-
-    def _bounds(self, name: str, source: str, size: int = _END) -> tuple[int, int] | None:
-        """Return the start and the end of a slice of the last axis."""
-        node = self._rewriter.producer(name, "Slice")
-        if node is None or node.input[0] != source or len(node.input) < 4:
-            return None
-        start, end, axis, step = (
-            self._rewriter.known_size(entry) for entry in (*node.input[1:], *([] if len(node.input) > 4 else [""]))
-        )
-        if start is None or end is None or axis not in (-1, 3) or (len(node.input) > 4 and step != 1):
-            return None
-        return start, min(end, size)
+        return [self._rewriter.bounds(part) for part in halves] == [(0, half), (half, head_size)]
 
     def _read_tables(self, cosine: str, sine: str, half: int) -> tuple[str, str, str] | None:
         """Return position ids, and cosine and sine of the first half of a head by position."""
-        sources = [self._source(cosine, "Cos"), self._source(sine, "Sin")]
-        if None in sources or sources[0] is None or sources[1] is None or sources[0][1] != sources[1][1]:
+        sources = [source for pair in ((cosine, "Cos"), (sine, "Sin")) if (source := self._source(*pair)) is not None]
+        if len(sources) != 2 or sources[0].angles != sources[1].angles:
             return None
-        doubled = self._rewriter.producer(sources[0][1], "Concat")
-        if doubled is None or len(set(doubled.input)) != 1 or len(doubled.input) != 2:
+        doubled = self._rewriter.producer(sources[0].angles, "Concat")
+        if doubled is None or len(doubled.input) != 2 or len(set(doubled.input)) != 1:
             return None
-        tables = sources[0][0], sources[1][0]
+        tables = sources[0].table, sources[1].table
         shape = self._rewriter.shape(tables[0])
         if shape is None or len(shape) != 3 or shape[2] != 2 * half:
             return None
         if tables not in self._tables:
-            self._tables[tables] = (self._first_half(tables[0], half), self._first_half(tables[1], half))
-        if tables[0] not in self._positions:
-            self._positions[tables[0]] = self._count_positions(tables[0])
-        return self._positions[tables[0]], *self._tables[tables]
+            halves = [self._first_half(name, half) for name in tables]
+            self._tables[tables] = (self._count_positions(tables[0]), halves[0], halves[1])
+        return self._tables[tables]
 
-    def _source(self, name: str, op_type: str) -> tuple[str, str] | None:
-        """Return the tensor of cosines before an axis for heads is added, and that of the angles."""
+    def _source(self, name: str, op_type: str) -> _Source | None:
+        """Return the tensor of cosines or sines before an axis for heads is added, and the angles."""
         expanded = self._rewriter.producer(name, "Unsqueeze")
         if expanded is None or self._rewriter.known_size(expanded.input[1]) != 1:
             return None
         node = self._rewriter.producer(expanded.input[0], "Mul", op_type)
         if node is not None and node.op_type == "Mul" and self._rewriter.scalar(node.input[1]) is not None:
             node = self._rewriter.producer(node.input[0], op_type)
-        return (expanded.input[0], node.input[0]) if node is not None and node.op_type == op_type else None
+        return _Source(expanded.input[0], node.input[0]) if node is not None and node.op_type == op_type else None
 
     def _first_half(self, name: str, half: int) -> str:
         add, constant = self._rewriter.add, self._rewriter.add_constant
