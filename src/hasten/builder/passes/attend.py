@@ -1,9 +1,9 @@
 """Fuse rotary embeddings and attention for ONNX Runtime on CPUs, and compute sliding windows as windows.
 
-Rotary embeddings become RotaryEmbedding, attention becomes MultiHeadAttention, packed projections become matmuls of
-their own, which needs no copies of their parts. Layers that attend to all keys need memory that is linear in the length,
-since the kernel then computes softmax block by block; layers with a window compute blocks of queries with the keys
-around them. docs/decisions/windowed-attention.md compares the forms.
+Rotary embeddings become RotaryEmbedding, attention becomes MultiHeadAttention, and a packed projection becomes a matmul
+for each part. Memory is linear in the length: for layers that attend to all keys, the kernel computes softmax block by
+block; layers with a window compute blocks of queries with the keys around them. docs/decisions/windowed-attention.md
+compares the forms.
 """
 
 from __future__ import annotations

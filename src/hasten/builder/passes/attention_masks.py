@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from hasten.builder.passes.rewriter import GraphRewriter, sort_nodes
+from hasten.builder.passes.rewriter import Array, GraphRewriter, sort_nodes
 from hasten.onnx_graph import opset_version
 
 MASK_INPUT = "attention_mask"
 # Larger windows are not recognized: the mask of twice their length would take gigabytes.
 _MAX_WINDOW = 1024
-_SHORT = 5
+_SHORT = (1, 2, 5)
+_FATAL_ONLY = 4
 _MAX_MASKED = -1e4
 _MAX_INTEGER = 2**31 - 1
 
@@ -46,26 +47,64 @@ def _recognize(rewriter: GraphRewriter, model: Any, name: str) -> Window | None:
     if largest > _MAX_WINDOW:
         return None
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
+    options.log_severity_level = _FATAL_ONLY
     options.intra_op_num_threads = 1
     try:
         session = onnxruntime.InferenceSession(
             subgraph.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
-        length = 2 * largest + 9
-        windows = [_probe(session, size) for size in (length, _SHORT)]
-    except Exception:  # the binding's own classes; a mask that does not run by itself is not one of ours
+        # Long enough that the window around the middle ends on both sides.
+        probes = [_probe(session, length) for length in (2 * largest + 9, *_SHORT)]
+    except Exception:  # the binding's own classes; a mask that does not run by itself is unknown
         return None
-    if windows[0] is None or windows[1] is None:
+    if not all(probe.is_mask() for probe in probes):
         return None
-    found = windows[0]
-    # A short text shows only the part of a window that it covers.
-    clipped = [None if side is None or side >= _SHORT // 2 else side for side in (found.before, found.after)]
-    return found if windows[1] == Window(*clipped) else None
+    window = probes[0].window()
+    return window if all(probe.shows(window) for probe in probes) else None
 
 
-def _probe(session: Any, length: int) -> Window | None:
-    """Return the window for texts of one length, among them padded ones, or None if the mask is not a window."""
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """The values of a mask for a batch, and which of its tokens are no padding."""
+
+    mask: Array
+    is_real: Array
+
+    def is_mask(self) -> bool:
+        """Return whether it can be added to scores, the same for all heads, and either hides a key or adds zero."""
+        texts, length = self.is_real.shape
+        sizes = ((1, texts), (1,), (1, length), (length,))
+        is_broadcast = self.mask.ndim == 4 and all(
+            size in allowed for size, allowed in zip(self.mask.shape, sizes, strict=True)
+        )
+        is_binary = bool(((self.mask == 0) | (self.mask < _MAX_MASKED)).all())
+        return is_broadcast and is_binary and self.mask.dtype == np.float32
+
+    def window(self) -> Window:
+        """Return the window around the middle of the first text, which has no padding."""
+        length = self.is_real.shape[1]
+        middle = length // 2
+        rows = np.broadcast_to(self.mask == 0, (*self.mask.shape[:2], length, length))
+        keys = np.flatnonzero(rows[0, 0, middle])
+        if not len(keys):
+            return Window(0, 0)
+        before, after = int(middle - keys[0]), int(keys[-1] - middle)
+        return Window(None if before == middle else before, None if after == length - 1 - middle else after)
+
+    def shows(self, window: Window) -> bool:
+        """Return whether each query sees exactly the keys in its window that are no padding."""
+        texts, length = self.is_real.shape
+        offsets = np.arange(length)[None, :] - np.arange(length)[:, None]
+        before = length if window.before is None else window.before
+        after = length if window.after is None else window.after
+        expected = (offsets >= -before) & (offsets <= after) & self.is_real[:, None, :]
+        visible = np.broadcast_to(self.mask == 0, (texts, 1, length, length))[:, 0]
+        # Outputs of padding are dropped, so its queries may see anything.
+        return bool((visible == expected)[self.is_real].all())
+
+
+def _probe(session: Any, length: int) -> _Probe:
+    """Run a mask for texts without padding, padded on either side, and of one token."""
     is_real = np.ones((4, length), bool)
     is_real[1, length // 2 + 1 :] = False
     is_real[2, : length // 2 - 1] = False
@@ -74,25 +113,7 @@ def _probe(session: Any, length: int) -> Window | None:
     for entry in session.get_inputs():
         dtype = np.int32 if "int32" in entry.type else np.int64
         feeds[entry.name] = is_real.astype(dtype) if entry.name == MASK_INPUT else np.zeros(is_real.shape, dtype)
-    mask = session.run(None, feeds)[0]
-    if mask.ndim != 4 or mask.shape[1] != 1 or mask.dtype != np.float32:
-        return None
-    visible = np.broadcast_to(mask == 0, (4, 1, length, length))[:, 0]
-    if not ((mask == 0) | (mask < _MAX_MASKED)).all():
-        return None
-    middle = length // 2
-    keys = np.flatnonzero(visible[0, middle])
-    if not len(keys):
-        return None
-    before, after = int(middle - keys[0]), int(keys[-1] - middle)
-    window = Window(None if before == middle else before, None if after == length - 1 - middle else after)
-    offsets = np.arange(length)[None, :] - np.arange(length)[:, None]
-    is_near = (offsets >= -(length if window.before is None else before)) & (
-        offsets <= (length if window.after is None else after)
-    )
-    expected = is_near[None] & is_real[:, None, :]
-    # Outputs of padding are dropped, so its queries may see anything.
-    return window if (visible == expected)[is_real].all() else None
+    return _Probe(session.run(None, feeds)[0], is_real)
 
 
 def _extract(rewriter: GraphRewriter, model: Any, name: str) -> tuple[Any, int] | None:
