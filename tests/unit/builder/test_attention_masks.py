@@ -82,6 +82,19 @@ def test_other_masks_are_not_recognized(operators: list[str]) -> None:
     assert recognized(condition, {"two": 2}) is None
 
 
+def test_mask_with_a_relative_bias_is_not_recognized() -> None:
+    condition, constants = near(2, 2)
+    model = graph_with_mask(condition, constants)
+    model.graph.initializer.append(numpy_helper.from_array(np.zeros((600, 1), np.float32), "table"))
+    model.graph.node.extend(
+        [
+            helper.make_node("Gather", ["table", "positions"], ["bias"]),
+            helper.make_node("Add", [MASK, "bias"], ["biased"]),
+        ]
+    )
+    assert set(recognize(GraphRewriter(model, {}), model, [MASK, "biased"])) == {MASK}
+
+
 def test_wide_window_is_not_recognized() -> None:
     """Running its mask would take gigabytes."""
     assert recognized(*near(4096, 4096)) is None

@@ -50,12 +50,14 @@ class Attending:
 
 
 def attend(graph: Path, file: Path, *, plain: Path) -> Attending:
-    """Write the graph with fused attention; copy a graph without rotary embeddings.
+    """Write the graph with fused attention; copy a graph without rotary embeddings or with subgraphs.
 
     Shapes are inferred from the `plain` graph it was fused from.
     """
-    model = read_graph(graph, with_weights=False)
-    if not any(node.op_type in ("Cos", "Sin") for node in model.graph.node):
+    nodes = read_graph(graph, with_weights=False).graph.node
+    # Subgraphs may read any tensor without listing it as an input.
+    has_subgraphs = any(entry.HasField("g") or entry.graphs for node in nodes for entry in node.attribute)
+    if has_subgraphs or not any(node.op_type == "Cos" for node in nodes):
         copy_graph(graph, file)
         return Attending()
     shapes = infer_shapes(read_graph(plain, with_weights=False))

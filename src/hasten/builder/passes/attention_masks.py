@@ -20,6 +20,7 @@ MASK_INPUT = "attention_mask"
 _MAX_WINDOW = 1024
 _SHORT = (1, 2, 5)
 _FATAL_ONLY = 4
+_MAX_ID = 50
 _MAX_MASKED = -1e4
 _MAX_INTEGER = 2**31 - 1
 
@@ -112,7 +113,9 @@ def _probe(session: Any, length: int) -> _Probe:
     feeds = {}
     for entry in session.get_inputs():
         dtype = np.int32 if "int32" in entry.type else np.int64
-        feeds[entry.name] = is_real.astype(dtype) if entry.name == MASK_INPUT else np.zeros(is_real.shape, dtype)
+        # A mask that depends on other inputs must not be taken for one that does not.
+        others = np.random.default_rng(length).integers(0, _MAX_ID, is_real.shape)
+        feeds[entry.name] = (is_real if entry.name == MASK_INPUT else others).astype(dtype)
     return _Probe(session.run(None, feeds)[0], is_real)
 
 
@@ -120,7 +123,8 @@ def _extract(rewriter: GraphRewriter, model: Any, name: str) -> tuple[Any, int] 
     """Return the graph that computes a mask, and its largest constant; None if it depends on weights."""
     from onnx import TensorProto, helper, numpy_helper
 
-    nodes, weights, largest = [], {}, 1
+    nodes, largest = [], 1
+    weights: dict[str, Array] = {}
     inputs = {entry.name: entry for entry in model.graph.input}
     used: set[str] = set()
     pending, seen = [name], {name}
@@ -137,14 +141,13 @@ def _extract(rewriter: GraphRewriter, model: Any, name: str) -> tuple[Any, int] 
             if value.dtype.kind == "i" and value.size:
                 largest = max([largest, *(int(item) for item in np.abs(value).reshape(-1) if item <= _MAX_INTEGER)])
         elif node.op_type == "Gather" and (table := rewriter.weight(node.input[0])) is not None and len(table.dims) > 1:
-            # Only the shape of embeddings matters here.
-            shape, width = f"{current}/ids", f"{current}/width"
-            weights[width] = np.array([1], np.int64)
-            weights[f"{current}/zero"] = np.zeros((), np.float32)
+            # Of embeddings, a mask reads the shape. One that reads their values (a relative bias) becomes NaN.
+            ids, width, shape, unknown = (f"{current}/{part}" for part in ("ids", "width", "shape", "unknown"))
+            weights |= {width: np.array([1], np.int64), unknown: np.array(np.nan, np.float32)}
             nodes += [
-                helper.make_node("Shape", [node.input[1]], [shape]),
-                helper.make_node("Concat", [shape, width], [f"{current}/shape"], axis=0),
-                helper.make_node("Expand", [f"{current}/zero", f"{current}/shape"], [current]),
+                helper.make_node("Shape", [node.input[1]], [ids]),
+                helper.make_node("Concat", [ids, width], [shape], axis=0),
+                helper.make_node("Expand", [unknown, shape], [current]),
             ]
             pending += {node.input[1]} - seen
             seen.add(node.input[1])
