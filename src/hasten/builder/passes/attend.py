@@ -171,7 +171,7 @@ class _AttentionWriter:
         key = add("Concat", [key, self._key_mask(core.heads)], axis=3)
         inputs = [add("Reshape", [name, constant([0, 0, -1])]) for name in (query, key)]
         inputs.append(self._merged(core.value))
-        options = {"num_heads": core.heads, "scale": core.scale}
+        options: dict[str, Any] = {"num_heads": core.heads, "scale": core.scale}
         return add("MultiHeadAttention", inputs, domain=MICROSOFT, **options)
 
     def _attend_within(self, core: _Core, before: int, after: int) -> str:
@@ -188,7 +188,7 @@ class _AttentionWriter:
             size = add("Shape", [positions], start=1, end=2)
             shape = add("Concat", [constant([-1]), size, constant([width])], axis=0)
             parts.append(add("Reshape", [gathered, shape]))
-        options = {"num_heads": core.heads, "scale": core.scale}
+        options: dict[str, Any] = {"num_heads": core.heads, "scale": core.scale}
         result = add("MultiHeadAttention", [*parts, "", "", blocks.mask], domain=MICROSOFT, **options)
         shape = add("Concat", [self._rows, constant([-1, width])], axis=0)
         return add("Slice", [add("Reshape", [result, shape]), constant([0]), self._tokens, constant([1])])

@@ -71,7 +71,8 @@ class GraphRewriter:
             tensor = attribute(node, "value", None)
         if tensor is None or tensor.data_location == TensorProto.EXTERNAL or tensor.ByteSize() > _MAX_CONSTANT_BYTES:
             return None
-        return numpy_helper.to_array(tensor)
+        value: Array = numpy_helper.to_array(tensor)
+        return value
 
     def scalar(self, name: str) -> float | None:
         """Return the value of a constant with one element."""
