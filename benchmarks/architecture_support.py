@@ -46,6 +46,7 @@ from hasten.core.text.tokenizer import Tokenizer, TokenizerSpec
 from hasten.core.variant import Precision, Variant
 from hasten.measure.data import sample_texts
 from hasten.measure.encoder_gate import Expectation, expect, verify
+from hasten.onnx_graph import operators
 from hasten.predictor import Predictor
 from hasten.quantize.methods.dynamic import quantize_dynamic
 from hasten.quantize.recipe import Method, Recipe
@@ -89,6 +90,8 @@ class BuiltModel:
 
     reference: Session
     fusion: Pass
+    # The operators of the graph that ONNX Runtime runs on CPUs.
+    operators: dict[str, int]
     sessions: dict[Variant, Session | HastenError] = field(default_factory=dict)
 
 
@@ -233,7 +236,7 @@ class ArchitectureTrial:
             variant.name: self._verdict(variant, session, loaded, tokenizer, expected)
             for variant, session in built.sessions.items()
         }
-        fused = sum(built.fusion.operators_after.get(kind, 0) for kind in ("Attention", "MultiHeadAttention"))
+        fused = sum(built.operators.get(kind, 0) for kind in ("Attention", "MultiHeadAttention"))
         reasons = {left.reason for left in built.fusion.unfused if left.pattern == "attention"}
         layers = int(getattr(loaded.config, "num_hidden_layers", 0))
         unfused = "; ".join(sorted(reasons)) or "it has no softmax"
@@ -269,7 +272,8 @@ class ArchitectureTrial:
                 check_graph(session, checks)
         except HastenError as error:
             return error
-        built = BuiltModel(reference, next(step for step in graphs.passes if step.name == "fuse"))
+        fusion = next(step for step in graphs.passes if step.name == "fuse")
+        built = BuiltModel(reference, fusion, operators(graphs.fused))
         for variant in self.variants:
             try:
                 source = variant_source(variant, loaded, graphs.by_dialect())

@@ -1,8 +1,8 @@
 """Rewrite the exported graph into the graphs that backends use; each pass is exact and recorded.
 
 exported ──fold──▶ ──┬──────────prune──▶ plain (every ONNX backend, and the bundle's fp32 graph)
-                     └──fuse──▶ prune──┬────────────▶ fused with norms (ONNX Runtime on GPUs)
-                                       └─split norms─▶ fused (ONNX Runtime)
+                     └──fuse──▶ prune──┬────────────────────▶ fused with norms (ONNX Runtime on GPUs)
+                                       └─split norms──attend▶ fused (ONNX Runtime on CPUs)
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from hasten.backends import Dialect
+from hasten.builder.passes.attend import attend
 from hasten.builder.passes.fold import fold_types
 from hasten.builder.passes.fuse import fuse
 from hasten.builder.passes.prune import prune
 from hasten.builder.passes.split_norms import split_norms
 from hasten.core.report import Pass, Unfused
-from hasten.onnx_graph import merge_weights, operators
+from hasten.onnx_graph import merge_weights, operators, read_graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +48,25 @@ def apply_passes(
     """Apply all passes, each into its own folder; `variants` names the variants of each dialect, for the record."""
     onnx, ort, cuda = ((variants or {}).get(dialect, ()) for dialect in (Dialect.ONNX, Dialect.ORT, Dialect.ORT_CUDA))
     folded, plain, passes = apply_plain(exported, work, variants=onnx, others=[*ort, *cuda])
-    whole, pruned, fused = (work / name / exported.name for name in ("whole", "pruned", "fused"))
-    for file in (whole, pruned, fused):
+    whole, pruned, split, fused = (work / name / exported.name for name in ("whole", "pruned", "split", "fused"))
+    for file in (whole, pruned, split, fused):
         file.parent.mkdir()
     # Fuse before pruning: fusion recognizes attention only while queries, keys and values have the same rows.
     fusions = fuse(folded, whole, config, pads_left=pads_left)
-    passes.append(
-        record_pass("fuse", folded, whole, variants=[*ort, *cuda], notes=fusions.notes(), unfused=fusions.unfused)
-    )
     pruning = prune(whole, pruned, plain=folded)
-    passes.append(record_pass("prune", whole, pruned, variants=[*ort, *cuda], notes=pruning.notes()))
-    count = split_norms(pruned, fused)
-    notes = [f"{count} norms split from the preceding addition"] if count else []
-    passes.append(record_pass("split norms", pruned, fused, variants=ort, notes=notes))
+    split_count = split_norms(pruned, split)
+    attending = attend(split, fused, plain=folded)
+    # Variants on GPUs run the graph before the last pass.
+    left = {node.name or node.output[0] for node in read_graph(split if cuda else fused, with_weights=False).graph.node}
+    unfused = [part for part in fusions.unfused if part.node in left]
+    notes = [f"{split_count} norms split from the preceding addition"] if split_count else []
+    passes += [
+        record_pass("fuse", folded, whole, variants=[*ort, *cuda], notes=fusions.notes(), unfused=unfused),
+        record_pass("prune", whole, pruned, variants=[*ort, *cuda], notes=pruning.notes()),
+        record_pass("split norms", pruned, split, variants=ort, notes=notes),
+    ]
+    if attending.notes():
+        passes.append(record_pass("attend", split, fused, variants=ort, notes=attending.notes()))
     for file in (pruned, fused):
         merge_weights(file)
     return Graphs(plain, fused, pruned, tuple(passes))

@@ -22,7 +22,7 @@ from hasten.core.tensors import IntArray
 from hasten.onnx_graph import attribute, copy_graph, has_external_data, opset_version, read_graph, write_graph
 
 # Sizes for shape inference: primes that divide no width of a model, so that axes can be distinguished.
-_ROWS, _TOKENS = 1013, 1009
+ROWS, TOKENS = 1013, 1009
 # A larger constant is a weight: shape inference needs its size, not its values.
 _MAX_CONSTANT_SIZE = 64
 _SLICE_END = 2**63 - 1
@@ -94,7 +94,7 @@ def infer_shapes(model: Any) -> dict[str, AxisShape]:
     skeleton.graph.node.extend(model.graph.node)
     skeleton.graph.input.extend(model.graph.input)
     for entry in skeleton.graph.input:
-        for dim, size in zip(entry.type.tensor_type.shape.dim, (_ROWS, _TOKENS), strict=False):
+        for dim, size in zip(entry.type.tensor_type.shape.dim, (ROWS, TOKENS), strict=False):
             dim.dim_value = size
     for tensor in model.graph.initializer:
         if prod(tensor.dims) <= _MAX_CONSTANT_SIZE:
@@ -180,7 +180,7 @@ class _Pruner:
             return None
         axis, shape = attribute(node, "axis", 0), self._shapes.get(node.input[0])
         positions = self._values(node.input[1])
-        is_of_tokens = shape is not None and len(shape) >= 3 and shape[axis] == _TOKENS
+        is_of_tokens = shape is not None and len(shape) >= 3 and shape[axis] == TOKENS
         if not is_of_tokens or positions is None or len(positions) != 1 or positions[0] not in _SELECTABLE_POSITIONS:
             return None
         return _Selection(axis % len(shape or ()), int(positions[0]))

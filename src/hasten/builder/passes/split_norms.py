@@ -31,8 +31,8 @@ def split_norms(graph: Path, file: Path) -> int:
 
 
 def _can_split(node: Any) -> bool:
-    """Return whether only the first output is used: the others are sums and statistics, unused in an encoder."""
-    return node.op_type == _FUSED and not any(node.output[1:]) and all(node.input[:4])
+    """Return whether the statistics, its second and third outputs, are unused, as in an encoder."""
+    return node.op_type == _FUSED and not any(node.output[1:3]) and all(node.input[:4])
 
 
 def _split(node: Any) -> list[Any]:
@@ -41,11 +41,14 @@ def _split(node: Any) -> list[Any]:
     name = node.name or node.output[0]
     inputs = list(node.input) + [""] * (_INPUT_COUNT - len(node.input))
     value, skip, scale, shift, bias = inputs
+    # In models that normalize before a layer, the sum is read by the next layer too.
+    total = node.output[3] if len(node.output) > 3 else ""
     nodes = []
-    for part, term in (("bias", bias), ("skip", skip)):
+    for part, term, output in (("bias", bias, ""), ("skip", skip, total)):
         if term:
-            nodes.append(helper.make_node("Add", [value, term], [f"{name}/{part}"], f"{name}/{part}"))
-            value = f"{name}/{part}"
+            output = output or f"{name}/{part}"
+            nodes.append(helper.make_node("Add", [value, term], [output], f"{name}/{part}"))
+            value = output
     epsilon = attribute(node, "epsilon", 1e-12)
     norm = helper.make_node(
         "LayerNormalization", [value, scale, shift], [node.output[0]], f"{name}/norm", axis=-1, epsilon=epsilon
