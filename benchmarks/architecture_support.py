@@ -101,10 +101,11 @@ def main() -> None:
     parser.add_argument("architectures", nargs="*", help="default: all of tests/support/models/tiny_encoders.py")
     parser.add_argument("--replace", action="store_true", help="replace the rows of these architectures in the file")
     parser.add_argument("--task", action="append", choices=TASKS.names(), help="test and replace only these tasks")
+    parser.add_argument("--variant", action="append", metavar="NAME", help="test and replace only these variants")
     args = parser.parse_args()
     names, studied = args.architectures or list(tiny_encoders.ARCHITECTURES), args.task or TASKS.names()
-    is_partial = bool(args.architectures or args.task)
-    variants = automatic_variants()
+    is_partial = bool(args.architectures or args.task or args.variant)
+    variants = [variant for variant in automatic_variants() if variant.name in (args.variant or [variant.name])]
     tasks: dict[str, dict[str, Entry]] = {name: {} for name in studied}
     for architecture, entries in study_all(names, variants, studied):
         for task, entry in entries.items():
@@ -114,9 +115,12 @@ def main() -> None:
     if is_partial and args.replace:
         results = msgspec.json.decode(FILE.read_bytes())
         for task, entries in tasks.items():
-            for entry in entries.values():
+            rows = results["tasks"].setdefault(task, {})
+            for architecture, entry in entries.items():
+                if args.variant and architecture in rows:
+                    entry.results = rows[architecture]["results"] | entry.results
                 add_untested(entry, results["variants"])
-            results["tasks"][task] = results["tasks"].get(task, {}) | entries
+            rows |= entries
         results["tasks"] = dict(sorted(results["tasks"].items()))
         tested = {"architectures": names, "tasks": studied, "variants": [variant.name for variant in variants]}
         replaced = {**tested, **provenance()}
