@@ -148,7 +148,8 @@ class VectorColumn(AnswerColumns):
             return [pa.array([], self.fields[0].type)]
         if not self._is_per_token:
             return [self._encoding.array(np.stack(answers))]
-        texts = [answer[0] for answer in answers]
+        # feature-extraction answers with a batch of one matrix, as transformers' pipeline does.
+        texts = [np.reshape(answer, (-1, np.shape(answer)[-1])) for answer in answers]
         offsets = np.cumsum([0, *map(len, texts)]).astype(np.int32)
         vectors = self._encoding.array(np.concatenate(texts))
         return [pa.ListArray.from_arrays(pa.array(offsets), vectors, type=self.fields[0].type)]

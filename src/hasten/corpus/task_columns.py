@@ -80,6 +80,31 @@ def _features(context: AnswerContext) -> AnswerColumns:
     return VectorColumn("token_embeddings", context.encoding(), is_per_token=True)
 
 
+def _terms(context: AnswerContext) -> AnswerColumns:
+    """Return the terms of a text and their weights or, if rows are pairs, similarities."""
+    import pyarrow as pa
+
+    if "text_pair" in context.inputs:
+        return ValueColumn("similarity", _score())
+    return StructColumns({"indices": pa.list_(pa.int64()), "values": pa.list_(_score())})
+
+
+def _late_interaction(context: AnswerContext) -> AnswerColumns:
+    """Return the vectors of a text's tokens, the scores of pairs or the ranked documents of queries."""
+    if "text" in context.inputs and "text_pair" not in context.inputs:
+        return _features(context)
+    return _scored_documents(context)
+
+
+def _scored_documents(context: AnswerContext) -> AnswerColumns:
+    import pyarrow as pa
+
+    if "documents" not in context.inputs:
+        return ValueColumn("score", _score())
+    text = {"text": pa.string()} if context.options.has_documents else {}
+    return ValueColumn("ranking", pa.list_(_struct(corpus_id=pa.int32(), score=_score(), **text)))
+
+
 def _classification(context: AnswerContext) -> AnswerColumns:
     import pyarrow as pa
 
@@ -134,12 +159,9 @@ def _masks(_: AnswerContext) -> AnswerColumns:
 def _ranking(context: AnswerContext) -> AnswerColumns:
     import pyarrow as pa
 
-    if "documents" in context.inputs:
-        text = {"text": pa.string()} if context.options.has_documents else {}
-        return ValueColumn("ranking", pa.list_(_struct(corpus_id=pa.int32(), score=_score(), **text)))
-    if context.options.scores > 1:
+    if "documents" not in context.inputs and context.options.scores > 1:
         return ValueColumn("scores", pa.list_(_score(), context.options.scores))
-    return ValueColumn("score", _score())
+    return _scored_documents(context)
 
 
 def _as_list(answer: Any) -> list[Any]:
@@ -154,9 +176,11 @@ def _by_mask(answer: Any) -> list[Any]:
 _CHOICES: dict[str, Callable[[AnswerContext], AnswerColumns]] = {
     "feature-extraction": _features,
     "fill-mask": _masks,
+    "multi-vector-embedding": _late_interaction,
     "multiple-choice": _choices,
     "question-answering": _answers,
     "sentence-similarity": _similarity,
+    "sparse-embedding": _terms,
     "text-classification": _classification,
     "text-ranking": _ranking,
     "token-classification": _tokens,

@@ -43,7 +43,7 @@ def default(tiny_classifier: Any, tmp_path_factory: pytest.TempPathFactory) -> B
 
 def test_bundle_contains_the_files_of_its_manifest(default: Bundle) -> None:
     files = {file.relative_to(default.path).as_posix() for file in default.path.rglob("*") if file.is_file()}
-    assert files == {"manifest.json", *default.manifest.files}
+    assert files == {"manifest.json", "report.html", *default.manifest.files}
     expected = ("graph/model.onnx", "report.json", "tokenizer/tokenizer.json", "reference/inputs.jsonl")
     assert files.issuperset({*expected, "reference/outputs.npz"})
     stored = {name.split("/")[1] for name in files if name.startswith("variants/")}

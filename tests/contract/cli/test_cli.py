@@ -136,7 +136,14 @@ def test_run_prints_every_kind_of_answer_on_one_line(
     answer: Any, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Answers of other tasks, whose models are tested elsewhere."""
-    monkeypatch.setattr("hasten.api.load", lambda *_, **__: nullcontext(lambda payload: [answer for _ in payload]))
+
+    class Answering:
+        tokenizer = None
+
+        def __call__(self, payload: list[object]) -> list[object]:
+            return [answer for _ in payload]
+
+    monkeypatch.setattr("hasten.api.load", lambda *_, **__: nullcontext(Answering()))
     assert main(["run", "bundle", "a\ntext", "another"]) == 0
     assert capsys.readouterr().out == f"{printed} a text\n{printed} another\n"
 

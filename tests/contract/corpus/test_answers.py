@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -51,12 +52,14 @@ CASES = {
         [{"prompt": "the cat", "choices": ["sat", "ran far", "rain"]}, {"prompt": "a", "choices": ["dog", "mat"]}],
         of("answer", "index", "score"),
     ),
+    "multi-vector-embedding": Case("Model", PLAIN, lambda row: row["token_embeddings"]),
     "question-answering": Case(
         "ForQuestionAnswering",
         [{"question": "who sat?", "context": text} for text in TEXTS],
         of("answer", "score", "start", "end"),
     ),
     "sentence-similarity": Case("Model", PLAIN, lambda row: row["embedding"]),
+    "sparse-embedding": Case("ForMaskedLM", PLAIN, of("indices", "values")),
     "text-classification": Case("ForSequenceClassification", PLAIN, of("label", "score")),
     "text-ranking": Case(
         "ForSequenceClassification",
@@ -97,10 +100,20 @@ def bundles(
         rows = [row | case.options if task.startswith("zero") else row for row in case.rows]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         model = tiny_model(case.architecture, case.head, **case.config)
+        if task == "multi-vector-embedding":
+            model = with_late_interaction(model, tmp_path_factory.mktemp("models") / "late-interaction")
         pooling = "mean" if task == "sentence-similarity" else None
         return Path(quick_build(model, variants=["onnxruntime-fp32"], task=task, pooling=pooling, data=data).path)
 
     return get
+
+
+def with_late_interaction(model: Path, folder: Path) -> Path:
+    shutil.copytree(model, folder)
+    modules = [{"path": "", "type": "Transformer"}, {"path": "1_MultiVectorMask", "type": "MultiVectorMask"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "MultiVectorEncoder"}))
+    return folder
 
 
 def as_fp32(value: Any) -> Any:

@@ -25,6 +25,8 @@ _IDLE_WAIT_S, _MAX_WAIT_S = 0.3, 10.0
 # Batches that need more than what was left when one was rejected are rejected at once for this time, so that they do
 # not stop all others again and again.
 _SHORTAGE_S = 10.0
+# A collection of garbage takes 0.2 s and more beside torch and transformers: not for less memory than this.
+_WORTH_COLLECTING_BYTES = 2**26
 
 
 class Releasable(Protocol):
@@ -61,6 +63,8 @@ class _Process:
         self.sessions: WeakSet[Releasable] = WeakSet()
         # KV caches with the longest prompt that an encoder reads.
         self.caches: WeakKeyDictionary[GrowingCache, int] = WeakKeyDictionary()
+        # Resident memory after the last collection of garbage.
+        self.collected_bytes = 0
 
 
 _PROCESS = _Process()
@@ -194,9 +198,12 @@ def megabytes(size: int) -> str:
 
 
 def free_memory() -> None:
-    """Collect objects that refer to each other, and return freed memory to the system."""
-    gc.collect()
-    trim_heap()
+    """Collect objects that refer to each other, and return freed memory to the system, if memory has grown."""
+    resident = resident_memory_bytes()
+    if resident is None or resident - _PROCESS.collected_bytes > _WORTH_COLLECTING_BYTES:
+        gc.collect()
+        trim_heap()
+        _PROCESS.collected_bytes = resident_memory_bytes() or 0
 
 
 def trim_heap() -> None:
