@@ -19,6 +19,7 @@ from hasten.quantize.analysis.calibration import Calibration
 from hasten.quantize.apply import make_graph
 from hasten.quantize.methods.static import find_ranges
 from hasten.quantize.recipe import Calibrator, Method, Recipe
+from support.int8 import recipe_here
 
 # The norm of the error relative to that of the outputs, for a random model: see test_backends.py.
 ALLOWED = {Precision.INT8: 0.2, Precision.INT4: 0.6}
@@ -29,14 +30,14 @@ KERNELS = {
     Method.BLOCKS: {"MatMulNBits"},
 }
 RECIPES = {
-    "dynamic": Recipe(variant="onnxruntime-int8", method=Method.DYNAMIC, target="amx"),
-    "dynamic attention": Recipe(variant="onnxruntime-int8", method=Method.DYNAMIC, target="amx", attention=True),
-    "static": Recipe(variant="onnxruntime-int8", method=Method.STATIC, target="amx"),
-    "static attention": Recipe(variant="onnxruntime-int8", method=Method.STATIC, target="amx", attention=True),
-    "blocks 8": Recipe(variant="onnxruntime-int8", method=Method.BLOCKS, target="amx"),
-    "blocks 4": Recipe(variant="onnxruntime-int4", method=Method.BLOCKS, target="amx", bits=4, block_size=16),
-    "nncf": Recipe(variant="openvino-int8", method=Method.NNCF, target="amx"),
-    "nncf weights": Recipe(variant="openvino-int8+dynamic", method=Method.WEIGHTS, target="amx"),
+    "dynamic": recipe_here("onnxruntime-int8", Method.DYNAMIC),
+    "dynamic attention": recipe_here("onnxruntime-int8", Method.DYNAMIC, attention=True),
+    "static": recipe_here("onnxruntime-int8", Method.STATIC),
+    "static attention": recipe_here("onnxruntime-int8", Method.STATIC, attention=True),
+    "blocks 8": recipe_here("onnxruntime-int8", Method.BLOCKS),
+    "blocks 4": recipe_here("onnxruntime-int4", Method.BLOCKS, bits=4, block_size=16),
+    "nncf": recipe_here("openvino-int8", Method.NNCF),
+    "nncf weights": recipe_here("openvino-int8+dynamic", Method.WEIGHTS),
 }
 OPENVINO_METHODS = (Method.NNCF, Method.WEIGHTS)
 

@@ -14,9 +14,10 @@ from hasten.onnx_graph import operators, read_graph
 from hasten.quantize.analysis.calibration import Calibration
 from hasten.quantize.analysis.matmuls import find_embedding_lookups, find_feed_forward_pairs, find_matmuls
 from hasten.quantize.methods.dynamic import quantize_dynamic
-from hasten.quantize.recipe import Method, Recipe
+from hasten.quantize.recipe import Recipe
 from hasten.quantize.rewrites.apply_rewrites import rewrite
 from hasten.quantize.rewrites.smoothing_search import search_smoothing
+from support.int8 import recipe_here
 
 HEAD = "ForSequenceClassification"
 # The number of feed-forward pairs besides the head's; gated layers have none.
@@ -46,7 +47,7 @@ def mixed_lengths(loaded: Any) -> Batch:
 
 
 def recipe(**fields: Any) -> Recipe:
-    return Recipe(variant="onnxruntime-int8", method=Method.DYNAMIC, target="amx", **fields)
+    return recipe_here("onnxruntime-int8", **fields)
 
 
 @pytest.fixture(scope="module")
