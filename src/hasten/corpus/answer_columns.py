@@ -119,14 +119,14 @@ class VectorEncoding:
         """Return the vectors (rows, width) as fixed-size lists."""
         import pyarrow as pa
 
-        kept = vectors[:, : self.dimensions]
+        leading = vectors[:, : self.dimensions]
         encoded: Any
         if self.type is VectorType.BINARY:
-            encoded = np.packbits(kept > 0, axis=1)
+            encoded = np.packbits(leading > 0, axis=1)
         elif self.type is VectorType.INT8:
-            encoded = np.clip(np.rint(kept / self.scale), -_INT8_MAX, _INT8_MAX).astype(np.int8)
+            encoded = np.clip(np.rint(leading / self.scale), -_INT8_MAX, _INT8_MAX).astype(np.int8)
         else:
-            encoded = kept.astype(self.type.value)
+            encoded = leading.astype(self.type.value)
         flat = np.ascontiguousarray(encoded).reshape(-1)
         return pa.FixedSizeListArray.from_arrays(pa.array(flat), type=self.arrow_type())
 

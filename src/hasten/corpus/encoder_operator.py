@@ -145,16 +145,21 @@ class EncoderOperator(Operator):
 
     def _finish(self, prepared: _Prepared, encoded: Encoded, answers: Sequence[Any]) -> AnsweredWindow:
         truncated = truncated_items(encoded)
-        indices, kept = prepared.indices, list(answers)
+        indices, remaining_answers = prepared.indices, list(answers)
         if truncated and self.settings.on_long is OnLong.ERROR:
             limit = self._predictor.tokenizer.spec.max_length
             for item in truncated:
                 index = indices[item]
                 reason = f"the text is longer than the model's limit of {limit} tokens"
                 prepared.rejected[index] = self.rejection(prepared.window, index, reason, prepared.rows[item])
-            kept = [answer for item, answer in enumerate(answers) if item not in truncated]
+            remaining_answers = [answer for item, answer in enumerate(answers) if item not in truncated]
             indices = [index for item, index in enumerate(indices) if item not in truncated]
             truncated = set()
         return self.answered(
-            prepared.window, indices, kept, prepared.rejected, tokens=encoded.batch.tokens, truncated=len(truncated)
+            prepared.window,
+            indices,
+            remaining_answers,
+            prepared.rejected,
+            tokens=encoded.batch.tokens,
+            truncated=len(truncated),
         )

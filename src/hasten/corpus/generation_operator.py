@@ -45,7 +45,7 @@ class GenerationOperator(Operator):
         for window in windows:
             indices, rows, rejected = self.read(window)
             prompts: list[Prompt] = []
-            kept: list[int] = []
+            row_indices: list[int] = []
             with self.stages.timed("tokenize"):
                 for index, row in zip(indices, rows, strict=True):
                     try:
@@ -55,12 +55,12 @@ class GenerationOperator(Operator):
                         rejected[index] = self.rejection(window, index, reason_of(error), row)
                         continue
                     prompts.append(prompt)
-                    kept.append(index)
+                    row_indices.append(index)
             with self.stages.timed("model"):
                 texts = self._generator.generate(prompts, self._params)
             answers = [self._answer(prompt, group) for prompt, group in zip(prompts, texts, strict=True)]
             tokens = sum(len(prompt.ids) for prompt in prompts)
-            yield self.answered(window, kept, answers, rejected, tokens=tokens, truncated=0)
+            yield self.answered(window, row_indices, answers, rejected, tokens=tokens, truncated=0)
 
     def close(self) -> None:
         self._generator.close()

@@ -68,18 +68,18 @@ class _Job:
         row_filter = RowFilter.parse(answers.where) if answers.where is not None else None
         if row_filter is not None:
             row_filter.check(schema)
-        kept = kept_columns(schema, answers)
-        if settings.skip_existing is not None and settings.skip_existing not in kept:
+        column_names = kept_columns(schema, answers)
+        if settings.skip_existing is not None and settings.skip_existing not in column_names:
             raise PlanError(
                 f"--skip-existing names '{settings.skip_existing}', which is not a column of the output"
-                f"{did_you_mean(settings.skip_existing, kept)}"
+                f"{did_you_mean(settings.skip_existing, column_names)}"
             )
         options = RunOptions(settings.threads, settings.max_memory)
         verified = open_with_verdict(bundle, settings.variant, options)
         opened.callback(verified.opened.close)
         self._artifact = verified.artifact
         self._first = self._operator(verified.opened, schema)
-        self._schema = output_schema(schema, kept, self._first)
+        self._schema = output_schema(schema, column_names, self._first)
         rows_per_shard = settings.rows_per_file or self._first.default_rows_per_file
         self.proof = proof_of(bundle, verified)
         with translate_os_errors(f"creating {output}"):
@@ -98,7 +98,7 @@ class _Job:
         by_name = {source.name: source for source in sources}
         self._sources = [by_name[file.name] for file in current]
         key = settings.skip_existing if self._number else None
-        columns = [*kept, *self._first.inputs.by_name.values(), *(row_filter.columns if row_filter else ())]
+        columns = [*column_names, *self._first.inputs.by_name.values(), *(row_filter.columns if row_filter else ())]
         self._cut = Cut(
             rows_per_shard,
             self._first.window_rows,
@@ -276,13 +276,13 @@ def kept_columns(schema: pa.Schema, settings: AnswerSettings) -> list[str]:
     return list(settings.select) or [name for name in schema.names if name not in settings.drop]
 
 
-def output_schema(schema: pa.Schema, kept: Sequence[str], operator: Operator) -> pa.Schema:
-    """Return the fields of the output: the kept ones of the input, and the answers."""
+def output_schema(schema: pa.Schema, column_names: Sequence[str], operator: Operator) -> pa.Schema:
+    """Return the fields of the output: the selected ones of the input, and the answers."""
     import pyarrow as pa
 
     answers = operator.answer_schema()
-    if clash := next((field.name for field in answers if field.name in kept), None):
+    if clash := next((field.name for field in answers if field.name in column_names), None):
         raise PlanError(
             f"the input has a column '{clash}', and so have the answers", hint=f"--drop {clash}, or --prefix answer_"
         )
-    return pa.schema([*(schema.field(name).with_nullable(True).remove_metadata() for name in kept), *answers])
+    return pa.schema([*(schema.field(name).with_nullable(True).remove_metadata() for name in column_names), *answers])

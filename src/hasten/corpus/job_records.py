@@ -1,4 +1,4 @@
-"""What the state of a job records: its identity and inputs, complete shards, and the ends of inputs."""
+"""Define the records of a job: its identity and inputs, complete shards, and the row counts of inputs."""
 
 from __future__ import annotations
 

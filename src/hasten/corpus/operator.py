@@ -162,15 +162,15 @@ class Operator(ABC):
         """Return the indices and the rows that may be answered, and the rejected ones by index."""
         rejected: dict[int, Rejected] = {}
         indices: list[int] = []
-        kept: list[dict[str, Any]] = []
+        valid_rows: list[dict[str, Any]] = []
         for index, row in enumerate(self.inputs.rows(window.rows)):
             reason = window.bad.get(index) or self.inputs.reason(row, self.settings.max_row_bytes)
             if reason is None:
                 indices.append(index)
-                kept.append(row)
+                valid_rows.append(row)
             else:
                 rejected[index] = self.rejection(window, index, reason, row)
-        return indices, kept, rejected
+        return indices, valid_rows, rejected
 
     def rejection(self, window: Window, index: int, reason: str, row: object) -> Rejected:
         """Return the record of a rejected row."""
@@ -189,8 +189,10 @@ class Operator(ABC):
         """Return the rows at the indices with their answers."""
         import pyarrow as pa
 
-        kept = window.rows if len(indices) == window.rows.num_rows else window.rows.take(pa.array(indices, pa.int64()))
-        arrays = [*kept.columns, *self.answers.arrays(answers)]
+        output_rows = (
+            window.rows if len(indices) == window.rows.num_rows else window.rows.take(pa.array(indices, pa.int64()))
+        )
+        arrays = [*output_rows.columns, *self.answers.arrays(answers)]
         schema = pa.schema([*window.rows.schema, *self.answer_schema()])
         rows = pa.RecordBatch.from_arrays(arrays, schema=schema)
         ordered = tuple(rejected[index] for index in sorted(rejected))

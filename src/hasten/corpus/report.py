@@ -14,7 +14,7 @@ from hasten.corpus.operator import StageSeconds, stage_shares
 
 @dataclass(frozen=True, slots=True)
 class MapReport:
-    """What a process did, and the state of the whole output."""
+    """The counts and timings of one process, and the state of the whole output."""
 
     output: str
     # Whether every shard of every input is answered; other processes may still do theirs.

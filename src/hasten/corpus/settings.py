@@ -26,7 +26,7 @@ class VectorType(StrEnum):
 
 
 class OnLong(StrEnum):
-    """What happens to a text that is longer than the model's limit."""
+    """The treatment of a text that is longer than the model's limit."""
 
     TRUNCATE = "truncate"
     ERROR = "error"

@@ -38,9 +38,9 @@ def answer_batches(
     row_filter = RowFilter.parse(settings.where) if settings.where is not None else None
     if row_filter is not None:
         row_filter.check(first.schema)
-    kept = kept_columns(first.schema, settings)
+    column_names = kept_columns(first.schema, settings)
     with closing(open_operator(first.schema)) as operator:
-        schema = output_schema(first.schema, kept, operator)
+        schema = output_schema(first.schema, column_names, operator)
         windows = _windows(chain([first], iterator), first.schema, row_filter, operator.window_rows)
         pending: list[pa.RecordBatch] = []
         with closing(operator.run(windows)) as answers:
@@ -78,10 +78,10 @@ def _windows(
     for number, batch in enumerate(batches):
         if batch.schema != schema:
             raise InputError(f"batch {number} has the columns {batch.schema.names}, not those of the first batch")
-        kept = np.flatnonzero(row_filter.mask(batch)) if row_filter is not None else np.arange(batch.num_rows)
-        rows = batch if row_filter is None else batch.take(kept)
+        row_indices = np.flatnonzero(row_filter.mask(batch)) if row_filter is not None else np.arange(batch.num_rows)
+        rows = batch if row_filter is None else batch.take(row_indices)
         for offset in range(0, max(1, rows.num_rows), size):
             part = rows.slice(offset, size)
-            positions = start + kept[offset : offset + size]
+            positions = start + row_indices[offset : offset + size]
             yield Window(ShardKey(0, number), part, positions, {}, part.num_rows, offset + size >= rows.num_rows)
         start += batch.num_rows

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnswerContext:
-    """What the columns of answers depend on."""
+    """The predictor, options and settings that decide the columns of answers."""
 
     predictor: Predictor
     # The options of the task.

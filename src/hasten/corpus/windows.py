@@ -133,11 +133,11 @@ class _Collector:
         self._count = self._bytes = self._covered = 0
 
     def add(self, piece: Piece) -> Iterator[Window]:
-        kept = self._cut.keep(piece.rows, tuple(piece.bad))
-        rows = piece.rows if len(kept) == piece.rows.num_rows else piece.rows.take(kept)
-        positions = piece.start + kept
-        bad = {int(index): piece.bad[row] for index, row in enumerate(kept.tolist()) if row in piece.bad}
-        self._covered += piece.rows.num_rows - len(kept)
+        row_indices = self._cut.keep(piece.rows, tuple(piece.bad))
+        rows = piece.rows if len(row_indices) == piece.rows.num_rows else piece.rows.take(row_indices)
+        positions = piece.start + row_indices
+        bad = {int(index): piece.bad[row] for index, row in enumerate(row_indices.tolist()) if row in piece.bad}
+        self._covered += piece.rows.num_rows - len(row_indices)
         for start, count in self._parts(rows):
             self._rows.append(rows.slice(start, count))
             self._positions.append(positions[start : start + count])

@@ -43,7 +43,7 @@ class Pooling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LateInteraction:
-    """How a multi-vector model tokenizes queries and documents, and which of their tokens it scores."""
+    """The settings by which a multi-vector model tokenizes queries and documents, and selects tokens to score."""
 
     # The maximum lengths in tokens; the tokenizer's if None.
     query_length: int | None = None
